@@ -11,6 +11,7 @@ A study's module has a text in TOML, a section for each marker of a lesson:
     let.floor = "num_bytes / ceilings['copy_bytes_per_s']"
     """
 
+A longer text is a file beside the module, with the ending `.toml`: `[tables.NAME]`, `[pictures.NAME]`.
 A table is made of *records*: the rows of a results file, each with the file's own fields and the median of its samples
 as `seconds`, `ms` and `us`. A format holds Python expressions (without `:` and `!`) over a record, `let`'s names and
 the module. Beside Python's own format specifications there are `n` (three digits) and `x` (times). What a record
@@ -24,6 +25,7 @@ import string
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Self
 
@@ -110,10 +112,15 @@ class Chosen:
         return write(text, self.names | facts(result))
 
     @classmethod
-    def read(cls, study: ModuleType, text: str) -> dict[str, list[Self]]:
-        """What a text in TOML says, by the names of its sections; a section may come several times."""
-        sections = {name: one if isinstance(one, list) else [one] for name, one in tomllib.loads(text).items()}
-        return {name: [cls(study=study, **own) for own in several] for name, several in sections.items()}
+    def read(cls, study: ModuleType, name: str) -> dict[str, list[Self]]:
+        """What the study's `TABLES` or `PICTURES` say, by the names of their sections; one may come several times."""
+        file = Path(getattr(study, "__file__", "")).with_suffix(".toml") if hasattr(study, "__file__") else None
+        if file and file.is_file():
+            found = tomllib.loads(file.read_text(encoding="utf-8")).get(name.lower(), {})
+        else:
+            found = tomllib.loads(getattr(study, name, ""))
+        sections = {section: one if isinstance(one, list) else [one] for section, one in found.items()}
+        return {section: [cls(study=study, **own) for own in several] for section, several in sections.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +189,7 @@ class Table(Chosen):
 
 def tables(study: ModuleType, results: list[dict]) -> dict[str, list[str]]:
     """The lines of each of a study's markers, from its results files, the newest first."""
-    return {marker: lines_of(own, results) for marker, own in Table.read(study, study.TABLES).items()}
+    return {marker: lines_of(own, results) for marker, own in Table.read(study, "TABLES").items()}
 
 
 def lines_of(parts: Sequence[Table], results: list[dict]) -> list[str]:

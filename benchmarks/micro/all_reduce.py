@@ -81,22 +81,3 @@ def _measure_products(rows: int, group: RankGroup, config: PretrainedConfig, dev
         samples = graph_seconds([lambda w=w, work=work: work(w) for w in weights], SAMPLES, REPLAYS)
         found.append({"ranks": group.size, "rows": rows, "product": product, "samples": samples})
     return found
-
-
-TABLES = """
-[[all-reduce]]
-corner = "ranks, by"
-heading = "**{model}**"
-line = "{ranks}, {'NCCL' if library else 'ours'}"
-column = "{counted(rows, 'row')}, µs"
-cell = "{us:.1f}"
-where = "'library' in row"
-
-[[all-reduce]]
-corner = "ranks, product of `down`"
-line = "{ranks}, {product}"
-column = "{counted(rows, 'row')}, µs"
-cell = "{us:.1f}"
-where = "'product' in row"
-each = true
-"""

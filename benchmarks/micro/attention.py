@@ -119,18 +119,6 @@ def arguments_of(case: Case, block_size: int, device: torch.device = CUDA) -> li
     return arguments
 
 
-TABLES = """
-[attention-table]
-rows = "in_order"
-corner = "case"
-line = "{case}"
-let.floor = "CASES[case].floor(ceilings)"
-columns."floor, µs" = "{1e6 * floor:n}"
-column = "`{backend}`, µs, × the floor"
-cell = "{us:n}, {seconds / floor:x}"
-"""
-
-
 def in_order(result: dict) -> list[Record]:
     """The cases that the lesson shows, in its order."""
     found = [row for row in records(result) if row["case"] in CASES and row.get("preferred", True)]

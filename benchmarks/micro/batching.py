@@ -80,17 +80,3 @@ def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float
         llm.generate([list(prompt) for prompt in call.prompts], params, use_tqdm=False)
         seconds = clock() - start  # the tokens are on the host: the device has finished
     return {"seconds": seconds, "steps": len(steps), "computed_rows": sum(steps)}
-
-
-TABLES = """
-[batching]
-corner = "engine"
-line = "{engine}"
-columns.steps = "{steps:,}"
-columns."rows computed" = "{computed_rows:,}"
-column = "{HOW[temperature]}: tokens/s{' of CPU time' * is_cpu}, × the row above"
-let.above = "at(temperature=temperature, engine=ABOVE.get(engine))"
-cell = "{tokens / seconds:n}{', ' + times(above['seconds'] / seconds) if above else ''}"
-note = "{model}, {slots} batch slots; {workload.partition(', temp')[0]}; medians of {len(result['rows'][0]['samples'])}"
-each = true
-"""

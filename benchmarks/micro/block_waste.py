@@ -34,23 +34,3 @@ def measure(size: str = "gpu") -> dict:
             held[block_size] += slots_held(lengths, block_size)
     rows = [{"block_size": block_size, "slots": slots, "tokens": tokens} for block_size, slots in held.items()]
     return {"workload": workload.description, "hash": workload.hash, "rows": rows}
-
-
-PICTURES = """
-["stage_d_paged/block_waste.svg"]
-kind = "columns"
-title = "Blocks of 16 to 64 tokens leave almost no KV memory empty"
-text = "the share of KV memory that is empty, by block size"
-x = "block size, tokens"
-y = "% of the held memory that is empty"
-at = "{block_size}{' (contiguous)' if block_size == MAX_MODEL_LEN else ''}"
-value = "100 * (1 - tokens / slots)"
-written = "{value:.1f} %"
-colour = "ORANGE if block_size == MAX_MODEL_LEN else BLUE"
-"""
-
-
-TABLES = """
-[block-waste]
-below = "{workload}, all admitted together; counted by `python -m benchmarks.micro block_waste`."
-"""

@@ -160,38 +160,6 @@ def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) 
     return (cost.weight_bytes + rows * context * cost.kv_bytes_per_token) / copy_bytes_per_s
 
 
-TABLES = """
-[decode-kernel]
-rows = "account"
-corner = "µs per step"
-line = "{line}"
-column = "{model}"
-cell = "{cell}"
-note = "{copies}, bfloat16; medians of {REPEATS} samples of {STEPS} steps"
-
-[decode-kernel-all]
-where = "what == 'step'"
-section = "{model}"
-heading = "**{model}**"
-corner = "rows"
-line = "{rows}"
-let.floor = "floor_seconds(model, rows, context, ceilings['copy_bytes_per_s'])"
-columns.context = "{context}"
-columns."µs per step" = "{us:.0f}"
-columns."floor, µs" = "{1e6 * floor:.0f}"
-columns."× the floor" = "{seconds / floor:.2f} ×"
-note = "{copies}, bfloat16; medians of {REPEATS} samples of {STEPS} steps"
-
-[decode-trace]
-rows = "phases"
-corner = "µs: median / p95 / slowest"
-line = "{line}"
-column = "{model}"
-cell = "{cell}"
-note = "one row, context {CONTEXT}, bfloat16"
-"""
-
-
 def account(result: dict) -> list[Record]:
     """The step of one row: its floor, whole and with parts left out, and how far the whole is from the floor."""
     found, copy = [row for row in records(result) if row["what"] == "without"], result["ceilings"]["copy_bytes_per_s"]

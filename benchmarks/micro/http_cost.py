@@ -176,21 +176,6 @@ async def read_stream(url: str, waiting: Iterator[dict], begin: float) -> list[A
     return found
 
 
-TABLES = """
-[http-cost]
-files = "sorted(results, key=lambda one: one.get('rounds', 1))"
-each = true
-corner = "the same answers from"
-line = "{way}"
-let.rate = "median(tokens_per_s)"
-let.shares = "shares_of(result)[way]"
-columns."output tokens/s{' of CPU time' * is_cpu}" = "{rate:n}"
-columns."share of `generate`'s rate (range)" = "{share(way, shares)}"
-columns."all first tokens after, ms" = "{median(first_tokens_ms or None):n}"
-note = "{work(result)}"
-"""
-
-
 def shares_of(result: dict) -> dict[str, list[float]]:
     """Of each way, what it has of `generate`'s rate in every repeat."""
     rates = {row["way"]: row["tokens_per_s"] for row in result["rows"]}
@@ -211,18 +196,3 @@ def work(result: dict) -> str:
     if busy := [share for row in result["rows"] for share in row.get("reading", ())]:
         text += f"; no reader computed for more than {max(busy):.0%} of the time"
     return text
-
-
-PICTURES = """
-["beyond/serving/figures/http_cost.svg"]
-files = "sorted((r for r in results if r.get('rounds', 1) == 1), key=lambda r: 'ceilings' not in r)"  # a GPU's first
-kind = "bars"
-title = "Over HTTP the engine reaches {median(shares_of(result)['HTTP']):.0%} of its offline throughput ({device})"
-text = "output tokens per second, offline and over HTTP"
-x = "output tokens per second{' of CPU time' * is_cpu}, {streams} requests at once"
-at = "{WAYS[way][0]}"
-value = "median(tokens_per_s)"
-written = "{value:n}"
-colour = "WAYS[way][1]"
-height = 2.8
-"""

@@ -71,36 +71,6 @@ def step_of(model: DecoderModel, kind: str, rows: int) -> Callable[[], object]:
     return step_by_layers(model, arguments, cache, LONGEST)
 
 
-TABLES = """
-[layer-kernels]
-section = "{model}"
-heading = "**{model}**, µs per step"
-corner = "rows"
-line = "{rows}"
-let.fastest = "us == min(at['us'] for at in every if (at['model'], at['rows']) == (model, rows))"
-column = "{KINDS[kind]}"
-order = "KINDS.values()"
-cell = "{'**' * fastest}{us:.0f}{'**' * fastest}"
-after.floor = "{1e6 * floor_seconds(model, rows, CONTEXT, ceilings['copy_bytes_per_s']):.0f}"
-note = "{copies}, bfloat16, context {CONTEXT}; medians of {REPEATS} samples of {REPLAYS} replays"
-"""
-
-
-PICTURES = """
-["stage_f_graph_tp/kernels/layers.svg"]
-rows = "with_floors"
-where = "model == MODELS[0] and kind in DRAWN"
-title = "The fewer rows, the fewer launches a step should have"
-text = "the time of a decode step over its rows, by the kind of its layers"
-x = "rows (one token per request); {MODELS[0]} on {device}"
-y = "µs per decode step"
-at = "rows"
-value = "us"
-label = "{DRAWN[kind]}"
-colours = ["ORANGE", "GREEN", "BLUE", "PINK", "black"]
-looks = ["s-", "^-", "o-", "D-", "--"]
-height = 4.2
-"""
 DRAWN = {kind: name for kind, name in KINDS.items() if kind != "operator"} | {"floor": "floor"}
 
 

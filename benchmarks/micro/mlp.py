@@ -69,42 +69,6 @@ def time_block(layers: list[list[Tensor]], rows: int, variant: str) -> list[floa
     return [seconds / len(layers) for seconds in graph_seconds([forward], repeats, replays)]
 
 
-TABLES = """
-[kernel-table]
-where = "rows in SHOWN_ROWS and model == result['rows'][0]['model']"
-let.size = "sizes(model)"
-let.floor = "size[-1] / ceilings['copy_bytes_per_s']"
-heading = '''**{model}**: hidden {size[0]}, intermediate {size[1]}; {size[-1] / 1e6:.1f} MB per layer, \
-floor {1e6 * floor:.1f} µs'''
-corner = "rows"
-line = "{rows}"
-column = "{VARIANTS[variant]}: µs, × floor"
-order = "[f'{name}: µs, × floor' for name in VARIANTS.values()]"
-cell = "{us:.1f}, {seconds / floor:n} ×"
-note = '''µs per layer and × the floor, at the copy bandwidth measured in the same run ({copy:.2f} TB/s); bfloat16, \
-one call per layer in a CUDA graph, weights of all layers in turn; median of {REPEATS} samples'''
-"""
-
-
-PICTURES = """
-["stage_c_fused_mlp/kernels.svg"]  # the naive kernel is far above the picture
-where = "variant in ('library', 'warp', 'fused') and model == result['rows'][0]['model']"
-title = '''Up to {fastest_up_to(result)} rows the fused kernel is faster than the unfused chain \
-({result['rows'][0]['model']}, {device})'''
-text = "the time of the MLP block over its rows, next to the time of reading its weights"
-x = "rows (tokens in the step)"
-y = "µs per layer"
-at = "rows"
-value = "us"
-label = "{VARIANTS[variant]}"
-colours = ["ORANGE", "GREEN", "BLUE"]
-looks = ["s-", "^-", "o-"]
-limit = "1e6 * sizes(result['rows'][0]['model'])[-1] / result['ceilings']['copy_bytes_per_s']"
-limit_label = "floor, the weights read once: {limit:.2g} µs"
-top = "7e6 * sizes(result['rows'][0]['model'])[-1] / result['ceilings']['copy_bytes_per_s']"
-"""
-
-
 def fastest_up_to(result: dict) -> int:
     """The most rows with which the fused kernel is faster than the library's chain, of the first model."""
     model = result["rows"][0]["model"]

@@ -75,16 +75,3 @@ def time_ways(layers: list[list[Tensor]], rows: int, repeats: int) -> dict[str, 
                 way(x, *layer)
             samples[name].append((time.thread_time() - start) / len(layers))
     return samples
-
-
-TABLES = """
-[cpu-table]
-where = "way == 'operator'"
-let.pytorch = "at(rows=rows, model=model, dtype=dtype, way='pytorch')['samples']"
-corner = "rows"
-line = "{rows}"
-column = "{model}, {dtype}"
-cell = "{min(samples) / min(pytorch):.2f} ×"
-note = '''the operator's time over PyTorch's, below 1 the operator is faster; CPU time of one thread, the least of \
-{REPEATS} samples; `auto` calls the operator for up to {MOST_ROWS['cpu']} rows'''
-"""

@@ -57,14 +57,6 @@ def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> 
     return ids, times
 
 
-TABLES = """
-[no-cache]
-heading = '''{len(cached)} tokens after a prompt of {prompt_tokens}: {sum(recomputed):.2f} s without a cache, \
-{sum(cached):.2f} s with it.'''
-note = "{model}; a step is the fastest of {repeats} runs"
-"""
-
-
 def draw(results: list[dict]) -> dict[str, Picture]:
     return {"stage_a_naive/no_cache.svg": draw_recompute(*results[0]["rows"])}
 

@@ -132,44 +132,6 @@ def sent_by_both() -> int:
     return int(numbers[0]) + int(numbers[8])  # received and transmitted bytes
 
 
-TABLES = """
-[[idle]]
-files = "results[:1]"
-where = "study == 'counted' and batches in COUNTED[work]"
-corner = "work"
-line = "{work}"
-columns."batches or chunks" = "{batches}"
-columns.theory = "{theory:.1%}"
-columns.counted = "{idle:.1%}"
-
-[[idle]]
-where = "study == 'measured'"
-corner = "batches in flight"
-line = "{batches}"
-columns."idle, theory" = "{theory:.0%}"
-columns."idle, measured" = "{seconds:.0%}"
-note = "{model}"
-each = true
-
-[stages-speed]
-where = "study == 'speed'"
-corner = "tokens/s"
-line = "{layout}"
-column = "{load}"
-cell = "{seconds:,.0f}"
-note = "{model}"
-each = true
-
-[bytes-sent]
-where = "study == 'bytes'"
-corner = "two hosts"
-line = "{layout}"
-columns."bytes between them per decoded token" = "{bytes:,.0f}"
-note = "{model}; float32"
-each = true
-"""
-
-
 def draw(results: list[dict]) -> dict[str, Picture]:
     """The classical picture, of the counted stages: a lane per stage, a colour per batch, white where one is idle."""
     idle, at_the_ends = idle_in_theory("decode", 1, 3), idle_in_theory("prefill", 4, 3)

@@ -66,22 +66,5 @@ def launch_costs() -> dict[str, float]:
     }
 
 
-TABLES = """
-[prefill]
-files = "[results[0] | {'rows': [{'model': one['model']} | row for one in results for row in one['rows']]}]"
-corner = "tokens of the prompt"
-line = "{tokens:,}"
-column = "{short(model)}, {'graphs' if graphs else 'eager'}, ms"
-cell = "{ms:.2f}"
-note = "medians of {REPEATS}"
-
-[launches]
-rows = "launchers"
-corner = "launched from"
-line = "{name}"
-columns."CPU time per kernel, µs" = "{1e6 * seconds:.2f}"
-"""
-
-
 def launchers(result: dict) -> list[dict]:
     return [{"name": name, "seconds": seconds} for name, seconds in result["launches"].items()]

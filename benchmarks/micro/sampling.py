@@ -94,20 +94,3 @@ def measure_engine(llm: StageE, requests: tuple, kinds_of_logits: tuple, size: s
 def random_prompts(seed: int, requests: int) -> list[list[int]]:
     random = Random(seed)
     return [[random.randint(0, 4000) for _ in range(512)] for _ in range(requests)]
-
-
-TABLES = """
-["chat:table"]
-where = "requests != 'mixed'"
-section = "{logits}"
-corner = "{logits} logits: ms per step, × greedy"
-line = "{kind}"
-column = "{counted(requests, 'request')}"
-let.greedy = "at(logits=logits, kind='greedy', requests=requests)['seconds']"
-cell = "{ms:n}{'' if kind == 'greedy' else ', ' + times(seconds / greedy)}"
-let.load = "at(logits=logits, kind=kind, requests='mixed') if kind in LOADED else None"
-after."`mixed`: tokens/s" = "{load['tokens'] / load['seconds']:n}"
-missing = ""
-note = "stage {result['rows'][0]['engine']}, {model}"
-each = true
-"""

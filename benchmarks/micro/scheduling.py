@@ -101,19 +101,6 @@ def measure() -> dict:
     }
 
 
-TABLES = """
-[preemption]
-corner = "admission"
-line = "{rule}"
-columns.preemptions = "{preemptions}"
-columns."tokens computed again" = "{recomputed:,}"
-columns."share of the useful tokens" = "{recomputed / useful:.0%}"
-columns."steps, × the first row" = "{steps}, {steps / result['rows'][0]['steps']:x}"
-below = '''16 requests of 8 in / 60 out, 40 blocks of 4, no prefix cache; counted, not timed: no model runs. \
-`python -m benchmarks.micro scheduling`.'''
-"""
-
-
 def draw(results: list[dict]) -> dict[str, Picture]:
     """The timelines: counted anew, as they need every step."""
     found = {"timeline": draw_chunks(True), "timeline_whole": draw_chunks(False), "static": draw_static()}

@@ -165,48 +165,6 @@ def most_extra(result: dict, way: str, before: str) -> float:
     return max(100 * (seconds / found[before, *key] - 1) for (name, *key), seconds in found.items() if name == way)
 
 
-TABLES = """
-[speculation]
-rows = "by_load"
-corner = "running requests"
-line = "{batch}"
-columns."stage F, ms per token" = "{plain:n}"
-column = "{draft} drafted"
-cell = "{ms:n}"
-behind = "{cost(result)}"
-note = '''{short(model)}, prompts of {PROMPT}, {tokens} tokens; medians of {repeats}; \
-{100 * rate:.0f} % of the drafted tokens are called right'''
-
-[speculation-text]
-rows = "texts"
-corner = "drafts from"
-line = "{NAMES[speculation]}, asked {asked}"
-columns.tokens = "{num_generated_tokens}"
-columns.steps = "{num_steps}"
-columns."tokens per step" = "{num_generated_tokens / num_steps:.2f}"
-columns."drafted tokens right" = "{num_accepted_tokens} of {num_draft_tokens}"
-note = "the tutor, {texts(result)[0]['requests']} questions, one request at a time"
-
-[speculation-floor]
-rows = "floors"
-corner = "rows in a step"
-line = "{rows}"
-columns."ms to read the weights once" = "{read:n}"
-columns."ms to multiply them" = "{multiply * rows:n}"
-note = "counted, at this device's measured ceilings"
-
-[speculation-pair]
-rows = "pairs"
-corner = "drafts from"
-line = "{by}"
-columns."ms per step with 4 drafted" = "{1e3 * step:n}"
-columns."ms per token without / 83 % right / 50 %" = "{' / '.join(number(1e3 * s) for s in (plain, *others))}"
-columns."right to break even" = "{step / plain - 1:.1f}"
-note = '''{short(pair['model'])}, one request, a prompt of {PROMPT}, {tokens} tokens; \
-medians of {repeats}'''
-"""
-
-
 def by_load(result: dict) -> list[Record]:
     """Time per token by number of requests: without drafts, and with drafts of each length."""
     found, lengths = medians_of(result), drafts_of(result)
@@ -251,29 +209,6 @@ def pairs(result: dict) -> list[Record]:
         step = others[0] * found["rows"][1]["tokens_per_step"]
         rows.append({"by": name, "plain": plain, "others": others, "step": step})
     return rows
-
-
-PICTURES = """
-[["beyond/speculation/break_even.svg"]]
-rows = "gains"
-title = "{headline(result)}"
-text = "gain and break-even of speculative decoding by batch size"
-x = "running requests"
-y = "× stage F's speed, {100 * rate:.0f} % right"
-at = "batch"
-value = "gain"
-label = "{draft} drafted"
-limit = "1"
-limit_label = "no gain"
-
-[["beyond/speculation/break_even.svg"]]
-rows = "gains"
-x = "running requests"
-y = "drafted tokens that must be right"
-at = "batch"
-value = "need"
-label = "{draft} drafted"
-"""
 
 
 def gains(result: dict) -> list[Record]:

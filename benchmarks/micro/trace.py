@@ -257,37 +257,6 @@ def profiled(llm: StageD) -> dict:
     return {"step_us": steps.cpu_time_total / PROFILED_STEPS, "rows": rows}
 
 
-TABLES = """
-[step-account]
-part = "kernels"
-rows = "accounts"
-corner = "part of the step"
-line = "{part}"
-column = "{name}"
-cell = "{cell}"
-note = "{model}, µs, recorded by PyTorch's profiler, which slows the CPU down"
-
-[between-steps]
-part = "kernels"
-rows = "gaps"
-corner = "µs between two steps"
-line = "{part}"
-column = "{name}"
-cell = "{cell}"
-note = "{model}, µs, recorded by PyTorch's profiler, which slows the CPU down"
-
-[decode-profile]
-part = "operators"
-rows = "operators"
-corner = "operator"
-line = "{line}"
-columns."calls per step" = "{calls}"
-columns."own time per step, µs" = "{us:.0f}"
-columns.share = "{us / step_us:.0%}"
-note = "{step_us:.0f} µs per step under the profiler"
-"""
-
-
 def by_part(found: Mapping[str, dict[str, float]], total: str, form: str, total_form: str) -> list[Record]:
     """A record for each part of each column, and one for its sum."""
     parts = dict.fromkeys(part for column in found.values() for part, micros in column.items() if micros)
@@ -315,23 +284,6 @@ def operators(result: dict) -> list[dict]:
     shown.append((f"{len(rest)} others", f"{sum(r['calls'] for r in rest):.0f}", sum(r["self_us"] for r in rest)))
     shown.append(("Python between operators", "", result["step_us"] - sum(r["self_us"] for r in rows)))
     return [dict(zip(("line", "calls", "us"), own, strict=True)) for own in shown]
-
-
-PICTURES = """
-["stage_f_graph_tp/kernels/parts.svg"]
-part = "kernels"
-rows = "groups"
-kind = "bars"
-title = "Fusion removes the small kernels between the matrix products, and the gaps"
-text = "the parts of a decode step of stage F, one after another"
-x = "ms per decode step; {model} on {device}, under the profiler"
-at = "{name}"
-value = "us / 1e3"
-label = "{group}"
-written = "{value:n} ms, {us / 1e3 / value:.0%} idle"
-colours = ["BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "FAINT"]
-height = 4.2
-"""
 
 
 def groups(result: dict) -> list[Record]:

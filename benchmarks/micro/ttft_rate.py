@@ -96,20 +96,6 @@ def times(result: dict, figure: str) -> dict[tuple[float, str], list[float]]:
     return found
 
 
-TABLES = """
-[ttft-rate]
-rows = "waits"
-corner = "requests/s, share of the most that E serves"
-line = "{rate:n}, {rate / capacity:.0%}"
-column = "{NAMES[engine]}: TTFT p50 / p99, TPOT p50, ms"
-cell = "{median(ttft):n} / {percentile(ttft, 99):n} / {median(tpot):n}"
-let.repeats = "len({row['repeat'] for row in result['rows']})"
-note = '''{model}, {slots} batch slots; {input_len} in, 1–{longest} out; \
-{len(result['rows']) // len(waits(result))} × {requests} requests a cell'''
-each = true
-"""
-
-
 def waits(result: dict) -> list[dict]:
     """The times of all requests of all repeats, by rate and engine."""
     tpot = times(result, "tpot_ms")
@@ -122,35 +108,6 @@ def waits(result: dict) -> list[dict]:
 def engines_of(result: dict) -> list[str]:
     """The two engines of a comparison, E first."""
     return list(dict.fromkeys(row["engine"] for row in result["rows"]))
-
-
-PICTURES = """
-["beyond/serving/figures/ttft_rate.svg"]
-files = "[r for r in results if r['rows'][1]['engine'] == 'static']"
-rows = "percentiles"
-title = "{title(result)} ({device})"
-text = "time to first token against request rate, by engine"
-x = "requests per second, arriving at random"
-y = "time to first token, ms"
-at = "rate"
-value = "ms"
-label = "{NAMES[engine]}, {share}"
-colours = ["BLUE", "BLUE", "ORANGE", "ORANGE"]
-looks = ["o-", "o:", "o-", "o:"]
-
-["beyond/serving/figures/ttft_rate_f.svg"]
-files = "[r for r in results if r['rows'][1]['engine'] == 'F']"
-rows = "percentiles"
-title = "{title(result)} ({device})"
-text = "time to first token against request rate, by engine"
-x = "requests per second, arriving at random"
-y = "time to first token, ms"
-at = "rate"
-value = "ms"
-label = "{NAMES[engine]}, {share}"
-colours = ["BLUE", "BLUE", "ORANGE", "ORANGE"]
-looks = ["o-", "o:", "o-", "o:"]
-"""
 
 
 def percentiles(result: dict) -> list[dict]:

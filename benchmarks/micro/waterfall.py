@@ -125,36 +125,6 @@ def waterfall(row: dict) -> dict[str, float]:
     return {**row["parts"], "idle": max(0.0, step - sum(row["parts"].values()))}
 
 
-TABLES = """
-[waterfall-numbers]
-let.micros = "waterfall(row)"
-corner = "engine"
-line = "{engine}"
-columns."kernels per step" = "{kernels:n}"
-columns.attention = "{micros['attention']:n}"
-columns.MLP = "{micros['MLP']:n}"
-columns."LM head" = "{micros['LM head']:n}"
-columns."other kernels" = "{micros['other kernels']:n}"
-columns.idle = "{micros['idle']:n}"
-note = "{model}, one request after {context} tokens; µs per step, median of {REPEATS}"
-"""
-
-
-PICTURES = """
-["stage_b_decode_step/waterfall.svg"]
-rows = "parts_of_rows"
-kind = "bars"
-title = "{headline(result)}"
-text = "the parts of a decode step of stages A, B and C, one after another"
-x = "ms per decode step; {model} on {device}"
-at = "{engine}"
-value = "us / 1e3"
-label = "{part}"
-written = "{value:n} ms, {us / 1e3 / value:.0%} idle"
-colours = ["BLUE", "ORANGE", "GREEN", "PINK", "FAINT"]
-"""
-
-
 def parts_of_rows(result: dict) -> list[dict]:
     parts = [(row["engine"], *part) for row in result["rows"] for part in waterfall(row).items()]
     return [dict(zip(("engine", "part", "us"), own, strict=True)) for own in parts]

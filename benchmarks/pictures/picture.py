@@ -262,7 +262,7 @@ COLOURS = {name: value for name, value in globals().items() if isinstance(value,
 def pictures(study: ModuleType, results: list[dict]) -> dict[str, Picture]:
     """The pictures that a study declares, by their files."""
     found = {}
-    for path, panels in Plot.read(study, getattr(study, "PICTURES", "")).items():
+    for path, panels in Plot.read(study, "PICTURES").items():
         own = eval(panels[0].files, {"results": panels[0].of_part(results)})
         if own:
             found[path] = draw_panels(panels, own[0])

@@ -20,7 +20,7 @@ def row_with_outlier() -> Tensor:
 
 def draw_errors(row: Tensor) -> Picture:
     """The error of each number of `row [1, length]` in int8, with one scale and with a scale per 128 columns."""
-    figure, panels = new_panels(8.4, 2.6, {"xlabel": "column"}, {"xlabel": "column"}, sharey=True)
+    figure, panels = new_panels(8.4, 3, {"xlabel": "column"}, {"xlabel": "column"}, sharey=True)
     for axes, group in zip(panels, (None, 128), strict=True):
         quantized = quantize_matrix(row, torch.int8, group)
         error = (dequantize_matrix(quantized, torch.float32, group) - row).abs()[0]
@@ -29,6 +29,7 @@ def draw_errors(row: Tensor) -> Picture:
         axes.step(range(len(bound)), bound, color=BLUE, where="mid", linewidth=1.5, label="bound: half a step")
         per = f"a scale per {group} columns" if group else "one scale"
         axes.set_title(f"{per}: mean error {error.mean():.3f}", fontsize=11)
+    figure.suptitle("With a scale per 128 columns an outlier spoils one group, and not the whole row", fontsize=12)
     panels[0].set_ylabel("error")
     panels[0].set_ylim(0, 1.35 * max(line.get_ydata().max() for axes in panels for line in axes.lines))
     panels[0].legend(frameon=False, fontsize=9, loc="upper right")

@@ -23,6 +23,7 @@ from benchmarks.pictures.picture import BLUE, FAINT, GREY, ORANGE, Picture, fini
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", FAINT, "#b2182b", "#f4a6b8"
+LEGEND = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize": 9}
 
 
 def read_trace(path: str | PathLike[str]) -> list[dict]:
@@ -41,12 +42,13 @@ def read_trace(path: str | PathLike[str]) -> list[dict]:
 def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "") -> Picture:
     """A panel of lanes per run, on one axis of steps: what every request did in every step."""
     figure = new_figure(8.4, 2.6 * len(runs) + 0.4 * bool(title))
-    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    panels, handles = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0], []
     for axes, (name, records) in zip(panels, runs.items(), strict=True):
-        draw_lanes(axes, records)
+        handles = max(handles, draw_lanes(axes, records), key=len)
         axes.set_title(name, fontsize=11, loc="left")
         plain(axes, "x")
     panels[-1].set_xlabel("step")
+    figure.legend(handles=handles, **LEGEND)
     figure.suptitle(title, fontsize=12)
     return finish(figure, "what each request does in every step: " + "; ".join(runs))
 
@@ -55,8 +57,8 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
     """Draw the records of a trace: lanes, tokens per step, blocks in use."""
     figure = new_figure(8.4, 7)
     lanes, tokens, pool = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1.5, 1])
-    draw_lanes(lanes, records)
-    lanes.set_title(title, loc="left")
+    figure.legend(handles=draw_lanes(lanes, records), **LEGEND)
+    lanes.set_title(title, fontsize=11, loc="left")
     decodes = [record["num_decodes"] for record in records]
     prefills = [record["num_tokens"] - record["num_decodes"] for record in records]
     steps = [x + 0.5 for x in range(len(records))]
@@ -69,8 +71,8 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
     return finish(figure, "which request ran in which step, tokens per step, blocks in use")
 
 
-def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
-    """One lane per request: what it did in every step.
+def draw_lanes(axes: Axes, records: Sequence[dict]) -> list[Patch | Line2D]:
+    """One lane per request: what it did in every step; returns what a legend names.
 
     The records of static batches have been through `with_padding`.
     """
@@ -102,9 +104,8 @@ def draw_lanes(axes: Axes, records: Sequence[dict]) -> None:
     handles = [Patch(color=colour, label=name) for colour, name in names.items()]
     if any(record["preempted"] for record in records):
         handles.append(Line2D([], [], color=PREEMPT, marker="x", linestyle="", label="preempted"))
-    look = {"ncols": len(handles), "loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False, "fontsize": 9}
-    axes.legend(handles=handles, **look)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return handles
 
 
 def with_padding(records: list[dict]) -> list[dict]:
