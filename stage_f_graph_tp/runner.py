@@ -131,7 +131,8 @@ class StepRunner:
 
     def release(self) -> None:
         """Release the graphs. The runner cannot be used any more."""
-        self.forwards, self._first, self._graphs, self._last = [self.layers], [], [], InFlight(None)
+        self.forwards = [self.layers]
+        self._first, self._graphs, self._last = [], [], InFlight(None)
         self.head.release()
 
     def forget(self) -> None:
