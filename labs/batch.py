@@ -111,7 +111,11 @@ def _unpack_tar(file: Path, target: Path) -> None:
         members = [member for member in archive if member.isfile() or member.isdir()]
         members = [m for m in members if not any(map(_is_clutter, PurePosixPath(m.name).parts))]
         _check_size([member.size for member in members])
-        archive.extractall(target, members, filter="data")
+        for member in members:  # Python 3.11.2 has no filter that would keep extractall() from leaving the folder
+            path = target.joinpath(*(part for part in PurePosixPath(member.name).parts if part != "/"))
+            (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
+            if member.isfile():
+                path.write_bytes(archive.extractfile(member).read())
 
 
 def _unpack_zip(file: Path, target: Path) -> None:
