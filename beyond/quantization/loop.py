@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
-from stage_d_paged.layers import PackedLinear, ResidualLinear
+from stage_d_paged.layers import Linear
 from stage_d_paged.loop import BLOCK_SIZE, LONGEST, PagedAttention, Pool, generate, load
 
 
@@ -33,9 +33,9 @@ def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 class ScaledLinear(nn.Module):  # `x Wᵀ` plus a bias or the residual stream
-    def __init__(self, linear: PackedLinear | ResidualLinear, numbers: Tensor, scales: Tensor) -> None:
+    def __init__(self, linear: Linear, numbers: Tensor, scales: Tensor) -> None:
         super().__init__()
-        self.numbers, self.scales, self.bias = numbers, scales, getattr(linear, "bias", None)
+        self.numbers, self.scales, self.bias = numbers, scales, linear.bias
 
     def forward(self, x: Tensor, residual: Tensor | float = 0.0) -> Tensor:
         y = x @ self.numbers.to(x.dtype).t() * self.scales
@@ -47,7 +47,7 @@ def answer(way: Callable, bits: int, prompts: list[list[int]], eos_id: int) -> t
     model, num_bytes = load(PagedAttention()), 0
     for parent in list(model.modules()):
         for name, linear in parent.named_children():
-            if isinstance(linear, PackedLinear | ResidualLinear):
+            if isinstance(linear, Linear):
                 stored = way(linear.weight, bits)
                 setattr(parent, name, ScaledLinear(linear, *stored))
                 num_bytes += sum(tensor.nbytes for tensor in stored)
