@@ -138,7 +138,7 @@ class LLM(stage_f.LLM):
     def _engine(self) -> Engine:
         """The ring: its pace is that of stages, or one step ahead; its drafts wait for tokens, or do not."""
         options, scheduler = self.options, self._scheduler()
-        pace = MicroBatches(scheduler) if options.pipeline_parallel_size > 1 else None
+        pace = MicroBatches(scheduler) if isinstance(scheduler, PipelineScheduler) else None
         drafts, counters = None, Counters()
         if self._drafter is not None:
             counters, rows = SpeculationCounters(), DraftRows(scheduler, options.max_rows)

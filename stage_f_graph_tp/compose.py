@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
@@ -27,7 +28,7 @@ def compose_runner(
     sampler: Sampler,
     options: GraphOptions,
     batch: InputBatch | None = None,
-    tokens: LastTokens | None = None,
+    tokens: LastTokens | Any | None = None,
     graphs: Sequence[DecodeGraphs] = (),
 ) -> StepRunner:
     """Compose the runner of an engine on one device, and record its graphs.
@@ -39,7 +40,8 @@ def compose_runner(
         batch, tokens, graphs: in place of stage F's own builder of inputs and tokens on the device; more graphs.
     """
     batch = batch or InputBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
-    tokens = tokens or LastTokens(options.max_num_seqs, runtime.device)
+    if tokens is None:
+        tokens = LastTokens(options.max_num_seqs, runtime.device)
     runner = StepRunner(
         batch,
         make_buffers(runtime, options, batch),

@@ -307,6 +307,7 @@ class RankHead(Head):
         """Choose a token for every row of the final states, the same on all ranks."""
         if self._sample_shards is None:
             return super().choose(output, rows)
+        assert output.hidden is not None  # no forward of a part of the vocabulary makes logits
         return self._sample_shards(output.hidden, rows.temperatures, rows.noise_keys), None
 
     def finish(
@@ -321,7 +322,7 @@ class RankHead(Head):
             assert output.hidden is not None
             whole = self.model.compute_logits(output.hidden[:count])
             output = output._replace(logits=whole, ids=torch.zeros(count, dtype=torch.int64, device=self.device))
-        assert output.ids is not None
+        assert output.logits is not None and output.ids is not None
         sampled = SampledTokens(output.ids[:count])
         try:
             if self.ranks.group.rank == 0:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from beyond.quantization.options import GROUP_SIZE, QuantizationOptions
+from beyond.options import Options
+from beyond.quantization.options import GROUP_SIZE
 from stage_a_naive.checkpoints.checkpoint import LazyTensor, SafetensorsDirectory
 from stage_a_naive.checkpoints.config_classes import CONFIG_CLASSES
 from stage_a_naive.checkpoints.loading import ModelSource, resolve
@@ -115,7 +116,7 @@ def _torchao(config: dict, where: object) -> tuple[int | None, list[Condition]]:
 SCHEMES = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}
 
 
-def options_of_checkpoint(source: ModelSource, options: QuantizationOptions) -> QuantizationOptions:
+def options_of_checkpoint(source: ModelSource, options: Options) -> Options:
     """Return the options with the checkpoint's format, where it is quantised.
 
     Raises:

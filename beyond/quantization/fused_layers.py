@@ -51,7 +51,9 @@ class QuantizedProducts:
     ) -> Tensor:
         if residual is None:
             return products.product(x, weight, bias, pdl=self._pdl)
-        return products.product_add(x, weight, residual, None, self._arrival_counters, pdl=self._pdl)
+        total = products.product_add(x, weight, residual, None, self._arrival_counters, pdl=self._pdl)
+        assert isinstance(total, Tensor)  # a stream is for the norm of a `gain`
+        return total
 
     def begin(self, x: Tensor, norm: RMSNorm) -> products.Stream:
         return products.scale_rows(x, norm.weight, self._pdl)

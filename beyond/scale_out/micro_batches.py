@@ -9,8 +9,11 @@ The batches that have not been sampled have different sequences (`pipeline_sched
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
-from stage_e_batching.parts import Launched
+from stage_e_batching.step import ScheduledStep
 
 
 class MicroBatches:
@@ -23,7 +26,7 @@ class MicroBatches:
     def __init__(self, scheduler: PipelineScheduler) -> None:
         self._scheduler = scheduler
 
-    def next_depth(self, launched: Launched) -> int:
+    def next_depth(self, launched: deque[tuple[ScheduledStep, Any]]) -> int:  # `Returning`s, which can be sampled
         """Sample the oldest batch if enough are in flight, or nobody else can run; return how many stay in flight."""
         scheduler = self._scheduler
         if not launched or (len(launched) < scheduler.num_micro_batches and scheduler.has_ready()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class StageRank(Rank):
         if self.head.links.stage == 0:
             self.head.sample_here()
 
-    def choose_forward(self, shape: StepShape) -> tuple[Forward, StepShape]:
+    def choose_forward(self, shape: StepShape) -> tuple[Forward | Any, StepShape]:  # rank 0 has padded: it is only run
         forward, shape = super().choose_forward(shape)
         links = self.head.links
         return (forward if links.stage == 0 else AfterReceiving(forward, links, self.ranks.number)), shape

@@ -30,10 +30,10 @@ def find_draft(name: str | None, model: str, runtime: Runtime, num_tokens: int) 
     Raises:
         ValueError: there is none, or its tokens or positions are not those of the model.
     """
-    name = name or (model == "tutor" and TUTOR_DRAFT)
-    if not name:
+    found = name or (TUTOR_DRAFT if model == "tutor" else None)
+    if found is None:
         raise ValueError("speculation='model' needs draft_model=: a small model of the same tokenizer")
-    source = resolve(name)
+    source = resolve(found)
     config = ModelConfig.from_hf(source.config)
     # A vocabulary may be padded to more tokens than the tokenizer has, in each size of a model to others.
     most, positions = runtime.config.vocab_size, runtime.max_model_len
@@ -41,12 +41,12 @@ def find_draft(name: str | None, model: str, runtime: Runtime, num_tokens: int) 
     if not least <= config.vocab_size <= most:
         allowed = f"{least} to {most}" if least < most else most
         raise ValueError(
-            f"draft_model={str(name)!r} has {config.vocab_size} tokens in its vocabulary, and the model needs "
+            f"draft_model={str(found)!r} has {config.vocab_size} tokens in its vocabulary, and the model needs "
             f"{allowed}; choose another"
         )
     if config.max_position_embeddings < positions:
         raise ValueError(
-            f"draft_model={str(name)!r} has {config.max_position_embeddings} positions, and the model {positions}; "
+            f"draft_model={str(found)!r} has {config.max_position_embeddings} positions, and the model {positions}; "
             "choose another, or lower max_model_len"
         )
     return source

@@ -161,7 +161,7 @@ class FusedLayer(nn.Module):
         self,
         x: Any,  # [tokens, hidden], overwritten; or a stream
         rotation: Rotation,
-        layer_cache: Any,  # keys and values, each [blocks, block_size, kv_heads, head_dim]
+        layer_cache: tuple[Any, Any],  # keys and values, each [blocks, block_size, kv_heads, head_dim]
         metadata: AttentionMetadata,
     ) -> Any:
         attention, mlp, products = self.self_attn, self.mlp, self._products
@@ -214,7 +214,8 @@ class FewTokens(nn.Module):
 
     def __init__(self, plain: DecoderLayer, fused: FusedLayer, most: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = plain.self_attn, plain.mlp
+        self.input_layernorm, self.self_attn = plain.input_layernorm, plain.self_attn
+        self.post_attention_layernorm, self.mlp = plain.post_attention_layernorm, plain.mlp
         self._plain, self._fused, self._most = plain, fused, most
 
     def forward(self, x: Any, rotation: Any, layer_cache: Any, metadata: AttentionMetadata) -> Any:
@@ -264,17 +265,18 @@ def replace_layers(
 ) -> None:
     """Replace a model's layers by fused ones, in place; arguments as of `FusedLayer` and `fuse_layers`."""
     next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
-    layers: list[nn.Module] = [
+    layers = [
         FusedLayer(layer, backend, products, store, qkv_rotate, next_norm, pdl)
         for layer, next_norm in zip(model.layers, next_norms, strict=True)
     ]
     if elementwise:
         model.rotary, model.norm = RotaryTables(model.rotary), FusedNorm(model.norm, pdl)
+        model.layers = nn.ModuleList(layers)
     else:
         most = products.max_tokens
-        layers = [FewTokens(plain, fused, most) for plain, fused in zip(model.layers, layers, strict=True)]
+        pairs = zip(model.layers, layers, strict=True)
+        model.layers = nn.ModuleList(FewTokens(plain, fused, most) for plain, fused in pairs)
         model.rotary = FewTokensRotary(model.rotary, most)
-    model.layers = nn.ModuleList(layers)
 
 
 @torch.no_grad()
