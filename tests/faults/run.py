@@ -4,14 +4,14 @@
     python tests/faults/run.py sampler penalties    # those whose file or name contains one of these words
     python tests/faults/run.py --list
 
-The lists of this folder say what a fault is: a text that is there exactly once becomes another one, and one of `tests`
-(arguments of pytest) must fail. A fault is *caught* when a test fails or does not end within the time limit. It
-*survived* when all of them pass: then a test is missing. One with `equivalent = "…"` changes nothing that a caller
-could see; it says why, and is not run. The same tests run on an unchanged copy first, because a test that always fails
-catches nothing.
+`kernels_and_processes.toml` says what a fault is: what a regular expression matches exactly once in a function becomes
+something else, and one of `tests` (arguments of pytest) must fail.
 
-    file = "folder/file.py", old = "…", new = "…"              `old` becomes `new`
-    in = "folder/file.cu::function", replace = "…", by = "…"   inside a function, what the regular expression matches
+    in = "folder/file.cu::function", replace = "…", by = "…", tests = ["…"]
+
+A fault is *caught* when a test fails or does not end within the time limit. It *survived* when all of them pass: then a
+test is missing. One with `equivalent = "…"` changes nothing that a caller could see; it says why, and is not run. The
+same tests run on an unchanged copy first, because a test that always fails catches nothing.
 
 `mutants/run.py` makes faults of Python by a program; here are those that it cannot make.
 """
@@ -28,6 +28,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from changed_tree import ROOT, Change, outcomes, spans_of
+
+LIST = Path(__file__).with_name("kernels_and_processes.toml")
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,14 @@ class Fault:
 
 
 def load_faults() -> list[Fault]:
-    """Those of all lists, in the order of the files."""
-    paths = sorted(Path(__file__).parent.glob("*.toml"))
-    return [fault_of(entry) for path in paths for entry in tomllib.loads(path.read_text(encoding="utf-8"))["fault"]]
+    """Those of the list, in its order."""
+    return [fault_of(entry) for entry in tomllib.loads(LIST.read_text(encoding="utf-8"))["fault"]]
 
 
 def fault_of(entry: dict[str, object]) -> Fault:
-    """Read an entry of either form."""
-    common = {key: entry[key] for key in ("name", "equivalent") if key in entry} | {"tests": tuple(entry["tests"])}
-    if "in" in entry:
-        return Fault(place=entry["in"], replace=entry["replace"], by=entry["by"], **common)
-    by = entry["new"].replace("\\", "\\\\")
-    return Fault(place=entry["file"], replace=re.escape(entry["old"]), by=by, **common)
+    """Read an entry."""
+    rest = {key: entry[key] for key in ("name", "replace", "by", "equivalent") if key in entry}
+    return Fault(place=entry["in"], tests=tuple(entry["tests"]), **rest)
 
 
 def main() -> int:
