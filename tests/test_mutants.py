@@ -36,7 +36,7 @@ def test_texts_types_and_decorators_stay_as_they_are(changes):
 
 
 def test_the_same_seed_chooses_the_same_mutants():
-    chosen = [[mutant.key for mutant in run.sample("overlap", seed, 8)] for seed in (0, 0, 1)]
+    chosen = [[mutant.key for mutant in run.sample("input_batch", seed, 8)] for seed in (0, 0, 1)]
     assert chosen[0] == chosen[1] != chosen[2]
     assert len(set(chosen[0])) == 8
 

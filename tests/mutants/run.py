@@ -40,6 +40,7 @@ COMMANDS = (
     "command or collective or starts_again or travels or before_its_end or reports_it or one_rank",
 )
 F, PARALLEL = "stage_f_graph_tp", "stage_f_graph_tp/tensor_parallel"
+WATCH = f"{PARALLEL}/watch"
 # What is mutated, a file or one of its functions or classes, and the tests that should notice: arguments of pytest.
 # They take seconds. The first one that fails ends the run.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -60,12 +61,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     f"{F}/ranks.py::Ranks.begin_command": COMMANDS,
     f"{F}/ranks.py::Ranks.in_step": COMMANDS,
     f"{PARALLEL}/rank_group.py::RankGroup.agree_on": COMMANDS,
-    f"{PARALLEL}/rendezvous.py::WatchedStore": COMMANDS,
-    f"{PARALLEL}/rendezvous.py::Rendezvous": COMMANDS,
-    f"{PARALLEL}/workers.py::check_number": COMMANDS,
-    f"{PARALLEL}/workers.py::Workers.send": COMMANDS,
-    f"{PARALLEL}/workers.py::Workers.in_step": COMMANDS,
-    f"{PARALLEL}/worker_loop.py::_execute": COMMANDS,
+    f"{WATCH}/rendezvous.py::WatchedStore": COMMANDS,
+    f"{WATCH}/rendezvous.py::Rendezvous": COMMANDS,
+    f"{WATCH}/workers.py::check_number": COMMANDS,
+    f"{WATCH}/workers.py::Workers.send": COMMANDS,
+    f"{WATCH}/workers.py::Workers.in_step": COMMANDS,
+    f"{WATCH}/worker_loop.py::_execute": COMMANDS,
 }
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 SECONDS = 45  # of processor time for a mutant's tests
