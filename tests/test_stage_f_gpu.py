@@ -54,7 +54,8 @@ def tutors_answers() -> list[list[int]]:
 def test_every_combination_gives_the_tutors_tokens(tutors_answers, options, dtype):
     llm = stage_f_graph_tp.LLM("tutor", dtype=dtype, **(SMALL | options))
     if "without" not in options:
-        assert bool(forwards_of(llm.runner, DecodeGraphs)) != options.get("enforce_eager", False)
+        has_graphs = not options.get("enforce_eager") and "max_num_seqs" not in options  # the megakernel takes up to 8
+        assert bool(forwards_of(llm.runner, DecodeGraphs)) == has_graphs
     for _ in range(2):  # the second time with cached prefixes
         assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
     assert ids(llm.chat(ASKED * 5, PARAMS, False)) == tutors_answers * 5
