@@ -37,10 +37,10 @@ from beyond.speculation.token_table import TokenTable
 from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime, choose_num_blocks
-from stage_e_batching.counters import Counters
 from stage_e_batching.engine import Engine
 from stage_e_batching.llm import make_sampler
 from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.step import Counters
 from stage_f_graph_tp import llm as stage_f
 from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.input_batch import InputBatch

@@ -21,11 +21,12 @@ from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.entrypoints.frontend import Frontend, OnText
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_d_paged.block_manager import BlockManager
-from stage_d_paged.engine import News, StaticEngine
+from stage_d_paged.engine import StaticEngine
 from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import choose_num_blocks, load_runtime
 from stage_d_paged.sequence import Sequence
+from stage_d_paged.stepping import Stepping
 
 
 class LLM(Frontend):
@@ -63,9 +64,7 @@ class LLM(Frontend):
         self.max_model_len = self.runtime.max_model_len
         self.kv_cache = self.runtime.make_pool(choose_num_blocks(self.runtime, self.options))
         self.engine = StaticEngine(self.runtime, self.kv_cache, self.options)
-        self._added: dict[Sequence, int] = {}  # requests that `step` has not returned yet, with their ids
-        self._num_added = 0
-        self._error: Exception | None = None  # what ended some of them beside another call
+        self._stepping: Stepping | None = None  # made for the first request that is added
         self.build_time = time.perf_counter() - start
 
     @property
@@ -89,15 +88,17 @@ class LLM(Frontend):
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         arrival = synchronized_time(self.device)
         engine = self.engine
-        engine.drop([sequence for sequence in engine.unfinished if sequence not in self._added])  # of an earlier call
+        added = self._stepping or ()
+        engine.drop([sequence for sequence in engine.unfinished if sequence not in added])  # of an earlier call
         sequences = [self._sequence(request, text_at_end=on_text is None) for request in requests]
         engine.waiting.extend(sequences)
         bar = progress_bar(total=len(sequences), desc="generate", unit="request") if use_tqdm else None
         try:
             with bar or nullcontext():
                 while not all(sequence.is_finished for sequence in sequences):
-                    for sequence, piece in self._step_for(sequences):
-                        if sequence in self._added:
+                    news = self._stepping.step_for(sequences) if self._stepping else engine.step()[0]
+                    for sequence, piece in news:
+                        if sequence in (self._stepping or ()):
                             continue
                         if piece and on_text is not None:
                             on_text(sequence.request.index, piece)
@@ -106,24 +107,6 @@ class LLM(Frontend):
         finally:  # also after an error or Ctrl-C: no request of this call keeps a block
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])
         return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
-
-    def _step_for(self, sequences: list[Sequence]) -> News:
-        """Run a step for a call's sequences. What ends only requests that were added is left to `step` to raise."""
-        try:
-            return self.engine.step()[0]
-        except Exception as error:
-            dropped = self._forget_dropped()
-            if not dropped or not set(self.engine.unfinished).issuperset(s for s in sequences if not s.is_finished):
-                raise
-            self._error = error
-            return []
-
-    def _forget_dropped(self) -> bool:
-        """Forget the requests that were added and that a failed step has dropped; returns whether there are any."""
-        known = {*self.engine.unfinished, *(sequence for sequence in self._added if sequence.is_finished)}
-        num_added = len(self._added)
-        self._added = {sequence: i for sequence, i in self._added.items() if sequence in known}
-        return len(self._added) < num_added
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
         # The last token generated takes no slot, because none comes after it to read its K and V. A request that would
@@ -139,10 +122,8 @@ class LLM(Frontend):
         [request] = self.requests([prompt], sampling_params)
         sequence = self._sequence(request)
         with self._lock:
-            self._num_added += 1
-            self.engine.waiting.append(sequence)  # first: what is in `_added` is waited for
-            self._added[sequence] = self._num_added
-            return self._num_added
+            self._stepping = self._stepping or Stepping(self.engine)
+            return self._stepping.add(sequence)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step of the current static batch.
@@ -155,24 +136,11 @@ class LLM(Frontend):
             Exception: what broke the step off. The requests that it is about are dropped, the others go on.
         """
         with self._one_call():
-            num_tokens = 0
-            try:
-                if self._error is not None:
-                    raise self._error
-                if self.engine.unfinished:
-                    num_tokens = self.engine.step()[1]
-            except Exception:
-                self._error = None
-                self._forget_dropped()
-                raise
-            finished = {sequence: i for sequence, i in self._added.items() if sequence.is_finished}
-            outputs = [(i, sequence.completion.token_ids) for sequence, i in finished.items()]
-            self._added = {sequence: i for sequence, i in self._added.items() if sequence not in finished}
-            return outputs, num_tokens
+            return (self._stepping or Stepping(self.engine)).step()
 
     def is_finished(self) -> bool:
         """Tell whether `step` has returned all requests that were added, or raised what ended them."""
-        return not self._added and self._error is None
+        return self._stepping is None or self._stepping.is_finished()
 
     def exit(self) -> None:
         """Close the engine (nano-vllm's name for `close`)."""

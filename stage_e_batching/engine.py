@@ -17,12 +17,10 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import repeat
 
-from stage_e_batching.counters import Counters
 from stage_e_batching.parts import Drafts, Launched, Pace, Report, Runner, Sampled
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import BatchSequence, ScheduledStep, State
+from stage_e_batching.step import BatchSequence, Counters, ScheduledStep, State
 from stage_e_batching.trace import Trace
 
 
@@ -38,9 +36,7 @@ class Engine:
     trace: Trace | None = None  # a record of every step
     counters: Counters = field(default_factory=Counters)
     reports: list[Report] = field(default_factory=list)  # called with every step that has run
-    # Sequences that have a token for a reader who waits, or have ended. Whoever reads them takes them out.
-    news: deque[BatchSequence] = field(default_factory=deque)
-
+    news: deque[BatchSequence] = field(default_factory=deque)  # they have a token to read, or their end; to be emptied
     _launched: Launched = field(default_factory=deque, init=False)
     _uncertain: BatchSequence | None = field(default=None, init=False)  # it is being given a token
 
@@ -60,10 +56,11 @@ class Engine:
     def _next_depth(self) -> int:
         """Return how many steps may be in flight; none where a draft needs their tokens."""
         drafts = self.drafts
-        if drafts is not None and drafts.are_promising():
+        if drafts is not None:
+            are_promising = drafts.are_promising()
             if drafts.need_tokens:
                 self._collect(0)
-            if drafts.propose() and drafts.need_tokens:
+            if are_promising and drafts.propose() and drafts.need_tokens:
                 return 0
         return self.depth if self.pace is None else self.pace.next_depth(self._launched)
 
@@ -91,12 +88,15 @@ class Engine:
             sampled = self.drafts.accept(step, sampled)
         ended: list[BatchSequence] = []
         sampling = step.sampling
-        logprobs = sampled.logprobs or repeat(None, len(sampling))
-        errors, finished, num_late = sampled.errors, State.FINISHED, 0
+        logprobs = sampled.logprobs or [None] * len(sampling)
+        errors, num_late = sampled.errors, 0  # late tokens are one too many
         for i, (sequence, token_id, logprob) in enumerate(zip(sampling, sampled.token_ids, logprobs, strict=True)):
             if sequence.num_in_flight:
                 sequence.num_in_flight -= 1
-            if sequence.state is finished or (ended and ended[-1] is sequence):  # this is a token too many
+                if sequence.state is State.FINISHED:  # since this step was launched
+                    num_late += 1
+                    continue
+            if ended and ended[-1] is sequence:  # in an earlier row
                 num_late += 1
             elif errors and i in errors:
                 sequence.error = errors[i]

@@ -53,13 +53,12 @@ Report = Callable[[ScheduledStep, list[BatchSequence], float], None]
 
 
 class Drafts(Protocol):
-    """Guesses of the next tokens, which a step verifies with a row each.
+    """Guesses of the next tokens, which a step verifies with a row each."""
 
-    Attributes:
-        need_tokens: whether a guess needs all tokens on the host: then nothing is in flight when it is made.
-    """
-
-    need_tokens: bool
+    @property
+    def need_tokens(self) -> bool:
+        """Whether the next step needs all tokens on the host: then nothing is in flight when it is decided."""
+        ...
 
     def are_promising(self) -> bool:
         """Whether there seem to be guesses worth a step, from the tokens that are known."""

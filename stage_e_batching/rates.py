@@ -6,7 +6,7 @@ import time
 
 from tqdm import tqdm
 
-from stage_e_batching.counters import Counters
+from stage_e_batching.step import Counters
 
 
 class Rates:

@@ -257,6 +257,32 @@ def make_pipeline(
     return calls_of(engine, max_model_len)
 
 
+class DraftStagesRunner(StagesRunner):
+    """The fake model on stages, for steps with drafts."""
+
+    def __init__(self, scheduler: PipelineScheduler, max_rows: int, fail_at: frozenset[int]) -> None:
+        super().__init__(scheduler, fail_at)
+        self.batch = DraftBatch(max_rows, scheduler.capacity + 1, self.block_size)
+
+    known_tokens, check_table = DraftRunner.known_tokens, DraftRunner.check_table
+
+
+def make_guessing_pipeline(
+    *,
+    drafter: object,
+    fail_at: frozenset[int] = frozenset(),
+    max_model_len: int = 4096,
+    num_micro_batches: int = 2,
+    **options: object,
+) -> Calls:
+    max_rows = min(options["max_num_seqs"] * 7, options["max_num_batched_tokens"])
+    scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **DRAFTED, **options)
+    runner, counters = DraftStagesRunner(scheduler, max_rows, fail_at), SpeculationCounters()
+    drafts = HostDrafts(drafter, DraftRows(scheduler, max_rows), counters)
+    engine = Engine(scheduler, runner, pace=MicroBatches(scheduler), drafts=drafts, counters=counters)
+    return calls_of(engine, max_model_len)
+
+
 Make = Callable[..., Calls]
 ROWS: dict[str, Callable[[int, float], Make]] = {  # by a seed, and how often guesses are wrong
     "one step ahead": lambda seed, errors: partial(make_plain, late=True),
@@ -266,4 +292,5 @@ ROWS: dict[str, Callable[[int, float], Make]] = {  # by a seed, and how often gu
     ),
     "guesses of the device": lambda seed, errors: partial(make_ahead, drafter=Sometimes(seed), error_rate=errors),
     "stages": lambda seed, errors: make_pipeline,
+    "guesses on stages": lambda seed, errors: partial(make_guessing_pipeline, drafter=HashDrafter(seed, errors, 6)),
 }

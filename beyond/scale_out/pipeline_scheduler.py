@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stage_e_batching.queues import by_arrival
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
 
@@ -34,6 +35,7 @@ class PipelineScheduler(Scheduler):
     def _start_empty(self) -> None:
         super()._start_empty()
         self._sampled: set[BatchSequence] = set()  # on the device, while their tokens are on the way to the host
+        self._latest: set[BatchSequence] = set()  # those that decoded in the last step
         self._slots_in_use: dict[BatchSequence, int] = {}  # of sequences that left while a token was in flight
 
     def has_ready(self) -> bool:
@@ -43,6 +45,14 @@ class PipelineScheduler(Scheduler):
     def note_sampled(self, step: ScheduledStep) -> None:
         """Let a batch run again in the next step: its tokens are on the device, or will be before that step runs."""
         self._sampled = set(step.sampling)
+
+    def ready(self, most: int) -> list[BatchSequence]:
+        """Return the sequences whose last token is sampled, at most this many: rather not those of the last step.
+
+        They are in the order of arrival: a block for one may be taken from those behind it, and from none before it.
+        """
+        ready = [sequence for sequence in self.decoding if not sequence.num_in_flight or sequence in self._sampled]
+        return sorted(sorted(ready, key=self._latest.__contains__)[:most], key=by_arrival)
 
     def schedule(self) -> ScheduledStep:
         """Decide the next step, with the batch slots of sequences that left before their token arrived, if it has."""
@@ -56,8 +66,7 @@ class PipelineScheduler(Scheduler):
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """One token of a share of the decoding sequences, the oldest of those whose last token is sampled."""
         share = -(-len(self.decoding) // self.num_micro_batches)
-        ready = [sequence for sequence in self.decoding if not sequence.num_in_flight or sequence in self._sampled]
-        for sequence in ready[:share]:
+        for sequence in self.ready(share):
             if sequence.state is not State.DECODING:
                 break  # an earlier one needed its blocks
             start = sequence.num_computed_tokens
@@ -66,6 +75,7 @@ class PipelineScheduler(Scheduler):
             step.sequences.append(sequence)
             step.starts.append(start)
             sequence.num_computed_tokens = start + 1
+        self._latest = set(step.sequences)
         step.num_decodes = len(step)
         step.num_tokens = [1] * len(step)
         step.samples = [True] * len(step)

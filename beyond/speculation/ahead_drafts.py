@@ -30,7 +30,7 @@ class DeviceDrafts:
         draft_tokens: guesses per sequence.
     """
 
-    need_tokens = False
+    need_tokens = False  # the device has them
 
     def __init__(self, drafter: Drafter, rows: DraftRows, counters: SpeculationCounters, draft_tokens: int) -> None:
         self.drafter = drafter
@@ -71,6 +71,9 @@ class DeviceDrafts:
             return sampled
         wrong = {row for row in guesses if sampled.token_ids[row] == WRONG}
         for row, sequence in guesses.items():
+            if sequence.state is State.FINISHED:
+                wrong.add(row)
+                continue
             if not sequence.draft:  # else it has others in flight already
                 sequence.num_unsure = 0
             if row not in wrong:
@@ -78,8 +81,9 @@ class DeviceDrafts:
                 if sequence.block_table:  # it was not preempted meanwhile; its last token of all does not run
                     most = sequence.max_total_tokens - 1
                     sequence.num_computed_tokens = min(sequence.num_computed_tokens + 1, most)
-        self._arrived = {sequence: len(sequence.token_ids) for sequence in guesses.values()}
-        self._counters.num_draft_tokens += len(guesses)
+        live = [sequence for sequence in guesses.values() if sequence.state is not State.FINISHED]
+        self._arrived = {sequence: len(sequence.token_ids) for sequence in live}
+        self._counters.num_draft_tokens += len(live)
         self._counters.num_verifications += len(self._arrived)
         return without_rows(wrong, step, sampled)
 
@@ -99,10 +103,6 @@ class DeviceDrafts:
 
 
 def _rows_of_guesses(step: ScheduledStep) -> dict[int, SpeculativeSequence]:
-    """Find the rows of a step that ran guesses: all but the first of each sequence that has not ended."""
+    """Find the rows of a step that ran guesses: all but the first of each sequence."""
     sequences = step.sequences
-    return {
-        row: sequences[row]
-        for row in range(1, step.num_decodes)
-        if sequences[row] is sequences[row - 1] and sequences[row].state is not State.FINISHED
-    }
+    return {row: sequences[row] for row in range(1, step.num_decodes) if sequences[row] is sequences[row - 1]}

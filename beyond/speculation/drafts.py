@@ -24,9 +24,8 @@ from typing import Protocol
 from beyond.speculation.options import MAX_SPECULATING
 from beyond.speculation.rows import DraftRows
 from beyond.speculation.sequence import SpeculativeSequence
-from stage_e_batching.counters import Counters
 from stage_e_batching.parts import Sampled
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import Counters, ScheduledStep
 
 SHARE = 4  # one in this many decoding sequences must have a draft, or waiting costs the others more than it gains
 
@@ -65,17 +64,23 @@ class HostDrafts:
         counters: count them.
     """
 
-    need_tokens = True
-
     def __init__(self, drafter: Drafter, rows: DraftRows, counters: SpeculationCounters) -> None:
         self.drafter = drafter
         self._rows = rows
         self._counters = counters
         self._proposed: list[SpeculativeSequence] = []  # they have a draft, for the step that is under way
         self._verified: dict[SpeculativeSequence, int] = {}  # in that step, with their tokens before it
+        self._are_promising = False
+        # The device does not know which of their tokens was the last right one: the host sends it with their next step.
+        self._unknown: set[SpeculativeSequence] = set()
+
+    @property
+    def need_tokens(self) -> bool:
+        return self._are_promising or bool(self._unknown)
 
     def are_promising(self) -> bool:
-        return bool(promising(self.drafter, self._rows.decoding))
+        self._are_promising = bool(promising(self.drafter, self._rows.decoding))
+        return self._are_promising
 
     def propose(self) -> bool:
         """Guess for every sequence that may. Returns whether there is a guess."""
@@ -87,11 +92,15 @@ class HostDrafts:
         return bool(self._proposed)
 
     def complete(self, step: ScheduledStep) -> None:
+        if self._unknown:
+            decoding = set(self._rows.decoding)
+            self._unknown = {s for s in self._unknown.difference(step.sequences) if s in decoding}
         if not self._proposed:
             return
         self._rows.add(step)
         verified = [sequence for sequence in dict.fromkeys(step.sequences[: step.num_decodes]) if sequence.draft]
         self._verified = {sequence: len(sequence.token_ids) for sequence in verified}
+        self._unknown.update(verified)
         self._counters.num_verifications += len(verified)
         self._counters.num_draft_tokens += sum(len(sequence.draft) for sequence in verified)
         if verified:
@@ -131,7 +140,7 @@ class HostDrafts:
         self._proposed, self._verified = [], {}
 
     def forget(self) -> None:
-        self._proposed, self._verified = [], {}
+        self._proposed, self._verified, self._unknown = [], {}, set()
         self._rows.forget()
 
 

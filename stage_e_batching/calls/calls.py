@@ -157,7 +157,8 @@ class Calls:
                     return
                 self._begin()
                 self.engine.run_step()
-                self._deliver()
+                if self.engine.news:
+                    self._deliver()
                 self._midway = False
         except BaseException:
             self.settle()
