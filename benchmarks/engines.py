@@ -69,7 +69,7 @@ ENGINES = (
     _stage("C compiled", _C, options={"compile": True}, needs_compiler=True, **_SINGLE),
     _stage("D", "stage_d_paged", **_PAGED),
     _stage("E", "stage_e_batching", **_PAGED),
-    _stage("F eager", _F, options={"enforce_eager": True}, **_PAGED),
+    _stage("F eager", _F, options={"without": "graphs,prefill_graphs,megakernel"}, **_PAGED),
     _stage("F", _F, **_PAGED),
     _stage("F, 2 GPUs", _F, options={"tensor_parallel_size": 2}, min_gpus=2, **_PAGED),
     _stage("F, 4 GPUs", _F, options={"tensor_parallel_size": 4}, min_gpus=4, **_PAGED),

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_f_graph_tp.forward import StepOutput
-from stage_f_graph_tp.head import StepHead
+from stage_f_graph_tp.head import Head
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, TokenSource
 
 LARGEST_GRAPH = 512
@@ -101,7 +101,7 @@ class StepGraphs:
         self.num_bytes = _used_bytes(device) - before
 
     def record_steps(
-        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
+        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: Head, device: torch.device
     ) -> str:
         """Record every shape from the parts that run it without a graph; returns a line about what that took."""
         start = time.perf_counter()
@@ -109,7 +109,7 @@ class StepGraphs:
         seconds, size = time.perf_counter() - start, self.num_bytes / 2**20
         return f"CUDA graphs: {len(self.shapes)} for {self.name}, {size:.0f} MiB, {seconds:.1f} s"
 
-    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: Head) -> Body:
         """Return what is recorded for a shape, on inputs that are all padding while it is recorded."""
         raise NotImplementedError
 
@@ -176,7 +176,7 @@ class DecodeGraphs(StepGraphs):
         self.pad(buffers.next_host(shape), NOTHING)
         return buffers.send(shape)
 
-    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: Head) -> Body:
         """Return the decode step of this shape that is recorded: the layers, the LM head, the sampler."""
         inputs = self.padding(buffers, shape)
         return lambda: head.sample(compute(inputs, shape), inputs, shape)

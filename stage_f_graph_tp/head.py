@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,32 +51,6 @@ class InFlight:
         return Sampled(token_ids, logprobs and logprobs.by_row(token_ids), self.sampled.errors)
 
 
-class StepHead(Protocol):
-    """What follows a forward."""
-
-    def prepare(self, shapes: list[StepShape], record: Callable) -> list[str]:
-        """Get ready for the recording of decode steps of these shapes; returns a line about what it has recorded."""
-        ...
-
-    def sample(self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
-        """Make what a graph can hold of what is missing."""
-        ...
-
-    def finish(
-        self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
-    ) -> Any:
-        """Make all that is missing, and start its way to the host."""
-        ...
-
-    def discard(self, last: Any) -> None:
-        """Wait for what is under way, of which `last` was launched last, and drop it; at any moment, and twice."""
-        ...
-
-    def release(self) -> None:
-        """Release the graphs, if it has any."""
-        ...
-
-
 class Head:
     """The LM head over the whole vocabulary, and the sampler.
 
@@ -105,7 +79,11 @@ class Head:
         self._host_ids = [torch.empty(tokens.num_slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
 
     def prepare(self, shapes: list[StepShape], record: Callable) -> list[str]:
-        """Make one place for the logits of all recorded steps of these shapes."""
+        """Make one place for the logits of all steps of these shapes, which are recorded next.
+
+        Returns:
+            a line about each kind of steps that it has recorded itself: none here.
+        """
         rows = max((shape.num_samples for shape in shapes), default=0)
         if self.device.type == "cuda" and self.makes_logits:
             self._logits = self._logits.new_empty(rows, self._logits.shape[1])

@@ -23,7 +23,7 @@ from stage_d_paged.kv_cache import KVCache
 from stage_e_batching.sampler import RANDOM
 from stage_f_graph_tp.cuda_graph import Compute, DecodeGraphs, Recorder
 from stage_f_graph_tp.forward import StepOutput
-from stage_f_graph_tp.head import StepHead
+from stage_f_graph_tp.head import Head
 from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.megakernel import Megakernel, most_rows
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, TokenSource
@@ -121,7 +121,7 @@ class MegakernelSteps:
         return launch
 
     def record_steps(
-        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
+        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: Head, device: torch.device
     ) -> str:
         """Record the sampler that may be behind the kernel; returns a line about it."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stage_f_graph_tp.cuda_graph import NOTHING, Body, Compute, StepGraphs
 from stage_f_graph_tp.forward import StepOutput
-from stage_f_graph_tp.head import StepHead
+from stage_f_graph_tp.head import Head
 from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape
 
@@ -83,7 +83,7 @@ class PrefillGraphs(StepGraphs):
         host.context_lens[seqs:] = 0
         host.cu_seqlens_q[seqs + 1 :] = len(host.input_ids)  # the first of them takes all padding tokens
 
-    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: Head) -> Body:
         """Return the step of this shape that is recorded: the layers alone."""
         host = buffers.next_host(shape)
         host.cu_seqlens_q[0] = 0

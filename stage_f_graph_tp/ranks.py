@@ -229,7 +229,12 @@ class Ranks:
         self.group.agree_on(self.number)
 
     def execute(self, run: Callable[[], Any], shape: StepShape, num_live: int, needs: int, buffers: StepBuffers) -> Any:
-        """Send a step to the other ranks and run rank 0's part of it; see `Placement`."""
+        """Send a step that was filled into `buffers` to the other ranks, and run rank 0's part of it.
+
+        Args:
+            num_live: rows that sample, without padding.
+            needs: what they need of the sampler.
+        """
         with self.in_step(StepCommand(shape, num_live, needs, buffers.packed(shape)).encode()):
             return run()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,38 +22,18 @@ from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorder, decode_shape
 from stage_f_graph_tp.forward import Forward, Layers
-from stage_f_graph_tp.head import InFlight, StepHead
+from stage_f_graph_tp.head import Head, InFlight
 from stage_f_graph_tp.input_batch import InputBatch
+from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 from stage_f_graph_tp.prefill_graphs import PrefillGraphs
 from stage_f_graph_tp.step_input import StepBuffers, StepShape
 
 
-class RecordedForward(Forward, Protocol):
-    """A forward of which something is recorded."""
-
-    def record_steps(self, record: Recorder, *parts: Any) -> str:
-        """Record it from the parts that follow, and say what that took; see `StepGraphs.record_steps`."""
-        ...
-
-
-class Placement(Protocol):
-    """Where a step is executed."""
-
-    def execute(self, run: Callable[[], Any], shape: StepShape, num_live: int, needs: int, buffers: StepBuffers) -> Any:
-        """Let every rank execute the step that was filled into `buffers`, this one by `run`; returns what it returns.
-
-        Args:
-            num_live: rows that sample, without padding.
-            needs: what they need of the sampler.
-        """
-        ...
-
-
 class Local:
-    """One process, one device."""
+    """The placement of one process on one device. That of several ranks is `ranks.Ranks`."""
 
     def execute(self, run: Callable[[], Any], *step: Any) -> Any:
-        """Execute a step here."""
+        """Execute a step here, by `run`; other placements send it, from `step`, to the other ranks first."""
         return run()
 
 
@@ -77,9 +57,9 @@ class StepRunner:
         buffers: StepBuffers,
         sampler: Sampler,
         layers: Layers,
-        head: StepHead | Any,
-        placement: Placement | Any = None,
-        forwards: Sequence[RecordedForward] = (),
+        head: Head | Any,
+        placement: Any = None,
+        forwards: Sequence[MegakernelSteps] = (),
         graphs: Sequence[DecodeGraphs] = (),
     ) -> None:
         self.model, self.kv_cache = layers.model, layers.kv_cache
@@ -141,7 +121,7 @@ class StepRunner:
         decodes = [DecodeGraphs(rest, *limits, tokens.num_slots)] if rest else []
         decodes += self._graphs if sizes else []
         prefill = [PrefillGraphs(list(prefills), tokens.num_slots, *limits, tokens)] if prefills else []
-        recorded: list[RecordedForward] = [*(self._first if sizes else []), *decodes, *prefill]
+        recorded: list[Any] = [*(self._first if sizes else []), *decodes, *prefill]
         lines = self.head.prepare([shape for graphs in decodes for shape in graphs.shapes], record)
         parts = self.buffers, self.layers.run, self.head, self.layers.tokens.by_slot.device
         # Those of prefill first: the larger ones, into whose memory the others fit.
@@ -151,7 +131,8 @@ class StepRunner:
 
     def release(self) -> None:
         """Release the graphs. The runner cannot be used any more."""
-        self.forwards, self._first, self._graphs, self._last = [self.layers], [], [], InFlight(None)
+        self.forwards = [self.layers]
+        self._first, self._graphs, self._last = [], [], InFlight(None)
         self.head.release()
 
     def forget(self) -> None:

@@ -19,7 +19,8 @@ from stand_ins import EagerRecorder
 from labs.tests.forks import fork_worker
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.ranks import Job, Rank
-from stage_f_graph_tp.tensor_parallel import WorkerError, Workers, workers
+from stage_f_graph_tp.tensor_parallel import WorkerError, Workers
+from stage_f_graph_tp.tensor_parallel.watch import workers
 
 SECONDS = 100  # an error must come much sooner than the ranks' limit of five minutes (`ANSWER_SECONDS`)
 RANKS, MOST = 4, 64  # of the replays that are counted: by rank, and rows of what was replayed

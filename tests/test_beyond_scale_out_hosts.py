@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(two_hosts.missing() is not None, reason=str(two_
 RANK = f"""
 import json, sys
 from beyond.scale_out import LLM, SamplingParams
-from stage_f_graph_tp.tensor_parallel import rendezvous
+from stage_f_graph_tp.tensor_parallel.watch import rendezvous
 
 rendezvous.HOST_SECONDS = 2
 llm = LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=64, **json.loads(sys.argv[1]))

@@ -24,7 +24,8 @@ import stage_e_batching
 import stage_f_graph_tp
 from beyond import scale_out
 from stage_a_naive.sampling import SamplingParams
-from stage_f_graph_tp.tensor_parallel import WorkerError, workers
+from stage_f_graph_tp.tensor_parallel import WorkerError
+from stage_f_graph_tp.tensor_parallel.watch import workers
 
 TRACED = ("stage_d_paged/", "stage_e_batching/", "stage_f_graph_tp/", "beyond/scale_out/", "contextlib.py")
 RANKS = (

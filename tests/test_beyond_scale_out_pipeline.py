@@ -36,8 +36,9 @@ from stage_d_paged.runtime import build_model
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.ranks import build_ranks
-from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError, workers
+from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError
 from stage_f_graph_tp.tensor_parallel.rank_group import CONNECT_TIMEOUT
+from stage_f_graph_tp.tensor_parallel.watch import workers
 
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 CPU, F32 = torch.device("cpu"), torch.float32

@@ -42,7 +42,7 @@ def test_the_same_seed_chooses_the_same_mutants():
 
 
 def test_a_mutant_is_in_the_function_that_is_named():
-    place = "stage_f_graph_tp/rank_runner.py::StepCommand"
+    place = "stage_f_graph_tp/ranks.py::StepCommand"
     source = run.Source(place, run.TESTS[place])
     functions = {source.mutant(number).function for number in range(len(source.found))}
     assert functions == {"StepCommand", "StepCommand.encode", "StepCommand.decode"}

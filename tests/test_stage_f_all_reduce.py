@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT
 from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 from stage_f_graph_tp.tensor_parallel.rank_group import SHORT, RankGroup
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous
 
 RANK = """
 import sys

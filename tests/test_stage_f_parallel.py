@@ -36,17 +36,17 @@ from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.ranks import Job, build_worker
 from stage_f_graph_tp.tensor_parallel import rank_group, start_ranks
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
-from stage_f_graph_tp.tensor_parallel.rendezvous import (
-    Rendezvous,
-    accept_workers,
-    connect_to_rank_0,
-    open_rendezvous,
-)
 from stage_f_graph_tp.tensor_parallel.sharding import (
     ShardedTensors,
     VocabParallelEmbedding,
     build_sharded_model,
     check_divisible,
+)
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import (
+    Rendezvous,
+    accept_workers,
+    connect_to_rank_0,
+    open_rendezvous,
 )
 
 CPU, F32 = torch.device("cpu"), torch.float32

@@ -122,7 +122,7 @@ import torch.distributed as dist
 from stage_f_graph_tp.kernels.skinny_gemm import product_add
 from stage_f_graph_tp.tensor_parallel import all_reduce
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 device = torch.device("cuda", rank)
@@ -246,7 +246,8 @@ import torch
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import cuda_graph, ranks
-from stage_f_graph_tp.tensor_parallel import WorkerError, all_reduce, rank_group, rendezvous, workers as workers_module
+from stage_f_graph_tp.tensor_parallel import WorkerError, all_reduce, rank_group
+from stage_f_graph_tp.tensor_parallel.watch import rendezvous, workers as workers_module
 
 workers_module.ANSWER_SECONDS = 10.0
 ASKED = [[{"role": "user", "content": "What is a KV cache?"}]]

@@ -48,11 +48,17 @@ from stage_f_graph_tp.head import InFlight
 from stage_f_graph_tp.ranks import Job, StepCommand, WatchedInFlight
 from stage_f_graph_tp.runner import Local
 from stage_f_graph_tp.step_input import StepShape
-from stage_f_graph_tp.tensor_parallel import rendezvous as rendezvous_module
-from stage_f_graph_tp.tensor_parallel import workers as workers_module
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup, finish_or_raise
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous
-from stage_f_graph_tp.tensor_parallel.workers import NUMBER, BrokenCollective, WorkerError, Workers, interrupts_held
+from stage_f_graph_tp.tensor_parallel.watch import rendezvous as rendezvous_module
+from stage_f_graph_tp.tensor_parallel.watch import workers as workers_module
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous, open_rendezvous
+from stage_f_graph_tp.tensor_parallel.watch.workers import (
+    NUMBER,
+    BrokenCollective,
+    WorkerError,
+    Workers,
+    interrupts_held,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES, PREFILLS = [1, 2, 4], [8, 20]  # batch sizes, and numbers of tokens, with a recorded step
@@ -326,7 +332,7 @@ def test_a_death_ends_this_ranks_waits_at_once_and_then_all_workers(puppets):
     before, seen = children(), []
     ranks = puppets(3)
     _, survivor = sorted(children() - before)
-    ranks.stop_waiting = lambda: seen.append(survivor in children())
+    ranks.end_waits_of(SimpleNamespace(stop_waiting=lambda: seen.append(survivor in children())))
     ranks.send(b"if rank == 1: " + DIE)
     error_of(ranks)
     assert seen == [True]
@@ -359,7 +365,7 @@ def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
 def test_a_step_that_will_not_arrive_is_an_error_when_the_waits_on_the_gpu_were_ended(puppets, limits, command, says):
     limits(ANSWER_SECONDS=30.0 if command == DIE else 0.4)
     ranks, ended = puppets(2), threading.Event()
-    ranks.stop_waiting = ended.set  # on a GPU, the kernels that wait for the rank end
+    ranks.end_waits_of(SimpleNamespace(stop_waiting=ended.set))  # on a GPU, the kernels that wait for the rank end
     ranks.send(command)
     with pytest.raises(WorkerError, match=says):
         step_of(ranks, SimpleNamespace(synchronize=lambda: ended.wait(SECONDS))).wait()
@@ -369,7 +375,7 @@ def test_a_step_that_will_not_arrive_is_an_error_when_the_waits_on_the_gpu_were_
 def test_a_launch_that_is_blocked_behind_a_stopped_rank_ends_with_the_waits(puppets, limits):
     limits(ANSWER_SECONDS=0.4)
     ranks, unblocked = puppets(2), threading.Event()
-    ranks.stop_waiting = unblocked.set
+    ranks.end_waits_of(SimpleNamespace(stop_waiting=unblocked.set))
     with pytest.raises(WorkerError, match="the other ranks did not answer"), ranks.in_step(b"pass"):
         assert unblocked.wait(SECONDS)
         ranks.check()
@@ -546,7 +552,8 @@ def test_a_step_that_rank_0_left_before_its_end_is_the_last(puppets, where):
 def test_an_end_that_is_interrupted_is_finished(puppets):
     with within_seconds():
         ranks, calls = puppets(2), []
-        ranks.stop_waiting = lambda: calls.append(None) or (len(calls) == 1 and throw())
+        stop = lambda: calls.append(None) or (len(calls) == 1 and throw())  # noqa: E731
+        ranks.end_waits_of(SimpleNamespace(stop_waiting=stop))
         with pytest.raises(Alarm), ranks.in_step(b"pass"):
             raise ZeroDivisionError
         with pytest.raises(WorkerError, match="rank 0 was interrupted; the engine cannot go on"):
@@ -667,8 +674,8 @@ def test_one_rank_has_no_group_no_process_and_no_port():
 PARENT = """
 import os, sys, time
 from stage_f_graph_tp.ranks import build_worker
-from stage_f_graph_tp.tensor_parallel.rendezvous import open_rendezvous
-from stage_f_graph_tp.tensor_parallel.workers import Workers
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import open_rendezvous
+from stage_f_graph_tp.tensor_parallel.watch.workers import Workers
 ranks = Workers(open_rendezvous(2), build_worker)
 [worker] = open(f"/proc/self/task/{os.getpid()}/children").read().split()
 if os.fork() == 0:

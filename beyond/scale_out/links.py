@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -173,13 +172,3 @@ class StageLinks:
 def subgroup(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Rendezvous:
     """Make a rendezvous of some of the ranks, in which this one has the number `rank`."""
     return Rendezvous(dist.PrefixStore(name, rendezvous.store), rank, size, rendezvous.is_torchrun)
-
-
-def stop_all(groups: list[RankGroup]) -> Callable[[], None]:
-    """Return what ends the waits in all of `groups`."""
-
-    def stop_waiting() -> None:
-        for group in groups:
-            group.stop_waiting()
-
-    return stop_waiting

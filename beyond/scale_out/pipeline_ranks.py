@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from beyond.options import Options
-from beyond.scale_out.links import Position, StageLinks, stop_all, subgroup
+from beyond.scale_out.links import Position, StageLinks, subgroup
 from beyond.scale_out.spans import Spans
 from beyond.scale_out.stage_head import SAMPLE, AfterReceiving, StageHead, TimedRanks
 from beyond.scale_out.stages import StageTensors, layers_of, replace_ends, stage_config
@@ -86,8 +86,6 @@ def build_stage_rank(
     unsent = options.batches_in_flight + 1
     links = StageLinks(position, rendezvous, device, states, workers, unsent, spans)
     check = (lambda: None) if workers is None else workers.check
-    if workers is not None:
-        workers.stop_waiting = stop_all([group, *links.links])
 
     def patch_stage(model: DecoderModel, options: Options, device: torch.device) -> str:
         line = patch(model, options, device)

@@ -67,7 +67,7 @@ class TimedRanks:
         self._ranks, self._spans = ranks, spans
 
     def execute(self, run: Callable[[], Any], *step: Any) -> Any:
-        """Execute a step; see `Placement`."""
+        """Execute a step; arguments as of `Ranks.execute`."""
 
         def timed() -> Any:
             self._spans.begin()

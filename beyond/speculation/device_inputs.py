@@ -75,11 +75,13 @@ class AheadBatch(InputBatch):
         super().__init__(max_num_seqs, max_model_len, block_size)
         self._draft_tokens, self._tokens, self._sampler = draft_tokens, tokens, sampler
         self._entered: set[SpeculativeSequence] = set()  # their rows of the table hold all of their tokens
+        self._completes = False  # whether the device completes the step that is being built
 
     def update(self, step: ScheduledStep) -> None:
         """Take over what the step changed, in the table too: steps without guesses do not write to it."""
         super().update(step)
-        if not is_ahead(step):
+        self._completes = is_ahead(step)
+        if not self._completes:
             self._entered = set()
             return
         decoding = set(step.sequences[: step.num_decodes])
@@ -91,7 +93,7 @@ class AheadBatch(InputBatch):
     def shape_of(self, step: ScheduledStep) -> StepShape:
         """Return the sizes of a step's input, with room for the tokens that the host does not know of yet."""
         shape = super().shape_of(step)
-        if not is_ahead(step):
+        if not self._completes:
             return shape
         longest = min(shape.max_context_len + self._draft_tokens, self.max_model_len)
         width = -(-longest // self.block_size)
@@ -99,7 +101,7 @@ class AheadBatch(InputBatch):
 
     def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
         generated = super()._fill_decodes(step, out)
-        if is_ahead(step):
+        if self._completes:
             rows = np.arange(step.num_decodes)
             firsts = np.where(np.diff(out.batch_slots[: len(rows)], prepend=-1) != 0, rows, 0)
             out.positions[: len(rows)] = rows - np.maximum.accumulate(firsts)

@@ -10,8 +10,8 @@ import threading
 from multiprocessing.connection import Connection
 
 from stage_f_graph_tp.tensor_parallel import Build, Rendezvous
-from stage_f_graph_tp.tensor_parallel.worker_loop import run_worker
-from stage_f_graph_tp.tensor_parallel.worker_process import end_with
+from stage_f_graph_tp.tensor_parallel.watch.worker_loop import run_worker
+from stage_f_graph_tp.tensor_parallel.watch.worker_process import end_with
 
 
 class Fork(multiprocessing.get_context("fork").Process):

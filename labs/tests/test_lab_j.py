@@ -27,7 +27,7 @@ from labs.mutants import assert_catches
 from labs.tests.forks import fork_worker
 from labs.tests.support import check_whole_stage, completion_of
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
-from stage_f_graph_tp.tensor_parallel import workers
+from stage_f_graph_tp.tensor_parallel.watch import workers
 
 
 class TestLayersOf:

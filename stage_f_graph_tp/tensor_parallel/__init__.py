@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, open_rendezvous, started_by_torchrun
 from stage_f_graph_tp.tensor_parallel.shard_sampling import ShardSampler
 from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model, check_divisible
-from stage_f_graph_tp.tensor_parallel.worker_loop import run_torchrun_worker
-from stage_f_graph_tp.tensor_parallel.workers import Build, WorkerError, Workers, check_number
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous, open_rendezvous, started_by_torchrun
+from stage_f_graph_tp.tensor_parallel.watch.worker_loop import run_torchrun_worker
+from stage_f_graph_tp.tensor_parallel.watch.workers import Build, WorkerError, Workers, check_number
 
 __all__ = [
     "Build",

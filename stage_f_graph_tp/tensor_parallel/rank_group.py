@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import Rendezvous, WatchedStore
-from stage_f_graph_tp.tensor_parallel.workers import BrokenCollective, Workers, check_number
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous, WatchedStore
+from stage_f_graph_tp.tensor_parallel.watch.workers import BrokenCollective, Workers, check_number
 
 if TYPE_CHECKING:  # only GPUs need Triton
     from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
@@ -78,7 +78,7 @@ class RankGroup:
         if workers is not None:
             self._check = workers.check
             self._awaited = workers.awaited
-            workers.stop_waiting = self.stop_waiting
+            workers.end_waits_of(self)
 
     def gather(self, key: str, value: str = "") -> list[str]:
         """See `Rendezvous.gather`: through the store, before there are collectives."""

@@ -22,14 +22,14 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from stage_f_graph_tp.tensor_parallel.rendezvous import (
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import (
     HOST_SECONDS,
     LOOPBACK,
     START_SECONDS,
     Rendezvous,
     connect_to_rank_0,
 )
-from stage_f_graph_tp.tensor_parallel.workers import (
+from stage_f_graph_tp.tensor_parallel.watch.workers import (
     CAUSE,
     CAUSE_SECONDS,
     CONSEQUENCE,

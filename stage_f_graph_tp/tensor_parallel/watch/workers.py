@@ -14,7 +14,7 @@ send commands too. It could do no more than that: nothing that is received is ev
 
 When a rank dies, or is stopped, the others wait for it: in a collective, in a launch behind a kernel that waits, in the
 store. Rank 0's main thread may be blocked in any of these, so a second thread watches the workers from the moment they
-start. When one dies, or rank 0 waits for too long (`awaited`), it ends the waits on the GPU (`stop_waiting`), finds out
+start. When one dies, or rank 0 waits for too long (`awaited`), it ends the waits on the GPU (`end_waits_of`), finds out
 which rank failed first, and ends all workers. The results of collectives are invalid from then on: `check` raises, and
 every result is checked before it is returned.
 """
@@ -41,7 +41,7 @@ import torch
 from torch.distributed import TCPStore
 
 from stage_a_naive.contract.errors import EngineBroken
-from stage_f_graph_tp.tensor_parallel.rendezvous import START_SECONDS, Rendezvous, accept_workers
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import START_SECONDS, Rendezvous, accept_workers
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
 ANSWER_SECONDS = 300.0  # that rank 0 waits for the others in a step
@@ -87,11 +87,10 @@ class Workers:
 
     Attributes:
         rendezvous: for what these processes tell one another.
-        stop_waiting: ends rank 0's waits for the others; called by the watching thread, must not block.
     """
 
     def __init__(self, rendezvous: Rendezvous, build: Build) -> None:
-        self.stop_waiting: Callable[[], None] = lambda: None
+        self._groups: list[Any] = []  # whose waits are ended when a rank fails
         self.rendezvous = rendezvous
         self._size = rendezvous.size
         self._num_sent = 0  # messages
@@ -117,6 +116,10 @@ class Workers:
             self.close()
             raise
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def end_waits_of(self, group: Any) -> None:
+        """When a rank fails, call `group.stop_waiting()`: in the watching thread, so it must not block."""
+        self._groups.append(group)
 
     def send(self, message: bytes) -> None:
         """Send a message of any length, with the next number, to every other rank."""
@@ -242,9 +245,10 @@ class Workers:
             if self._failed.is_set():
                 return
             self._failing.set()
-            self.stop_waiting()
+            for group in self._groups:
+                group.stop_waiting()
             self._reason = find_reason()
-            self.stop_waiting = lambda: None  # it holds the device's memory
+            self._groups.clear()  # they hold the device's memory
             for connection in self._connections.values():
                 _shut_down(connection)  # a worker exits when its connection breaks
             for process in self._processes.values():

@@ -24,6 +24,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; rank 0 decides what it ends
     _, module, function, parent, *numbers = sys.argv
     threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
-    from stage_f_graph_tp.tensor_parallel.worker_loop import run_worker
+    from stage_f_graph_tp.tensor_parallel.watch.worker_loop import run_worker
 
     run_worker(getattr(importlib.import_module(module), function), *map(int, numbers))
