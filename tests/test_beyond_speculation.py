@@ -27,7 +27,7 @@ from beyond.speculation.ahead_drafts import DeviceDrafts
 from beyond.speculation.device_inputs import TableTokens
 from beyond.speculation.draft_model import Followed
 from beyond.speculation.draft_runtime import make_pools
-from beyond.speculation.drafts import HostDrafts
+from beyond.speculation.drafts import HostDrafts, without_rows
 from beyond.speculation.host_inputs import verification_sizes
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import ShrinkingBlockManager
@@ -38,6 +38,7 @@ from stage_a_naive.entrypoints.cli import performance_summary
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, load_runtime
 from stage_e_batching.calls import Calls
+from stage_e_batching.parts import Sampled
 from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
@@ -751,3 +752,12 @@ def test_on_a_gpu_steps_without_guesses_are_one_launch(overlap):
     llm.engine.drafts.drafter.has_draft = lambda sequence: False
     llm.generate([[1, 2, 3]], GREEDY, False)
     assert rows == [1] * (GREEDY.max_tokens - 1)
+
+
+def test_the_tokens_of_a_step_without_some_rows_keep_their_logprobs_and_errors():
+    error = ValueError("the last row's own")
+    step = ScheduledStep(0, 0.0, samples=[True] * 3, num_decodes=3)
+    sampled = Sampled([5, 6, 7], [None, {6: -1.0}, None], {0: ValueError("of a row that is gone"), 2: error})
+    assert without_rows([0], step, sampled) == Sampled([6, 7], [{6: -1.0}, None], {1: error})
+    assert step.samples == [False, True, True]
+    assert without_rows([1, 2], step, Sampled([5, 6, 7])) == Sampled([5], None, {})

@@ -14,8 +14,6 @@ from test_stage_e_fuzz import arrivals, run_and_compare
 
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.parts import Sampled
-from stage_f_graph_tp.overlap import without_rows
 
 pytestmark = pytest.mark.fast
 
@@ -98,10 +96,3 @@ def test_the_counters_leave_the_surplus_out():
     generated = sum(len(output["token_ids"]) for output in outputs)
     assert generated < 3 * GREEDY.max_tokens and {output["finish_reason"] for output in outputs} == {"stop"}
     assert llm.engine.counters.num_generated_tokens - before == generated + 1
-
-
-def test_the_tokens_of_a_step_without_some_rows_keep_their_logprobs_and_errors():
-    error = ValueError("the last row's own")
-    sampled = Sampled([5, 6, 7], [None, {6: -1.0}, None], {0: ValueError("of a row that is gone"), 2: error})
-    assert without_rows([0], sampled) == Sampled([6, 7], [{6: -1.0}, None], {1: error})
-    assert without_rows([1, 2], Sampled([5, 6, 7])) == Sampled([5], None, {})
