@@ -229,6 +229,7 @@ class FewTokensRotary(nn.Module):
     def __init__(self, rotary: RotaryEmbedding, most: int) -> None:
         super().__init__()
         self._rotary, self._tables, self._most = rotary, RotaryTables(rotary), most
+        self.cos, self.sin = rotary.cos, rotary.sin
 
     def forward(self, positions: Tensor) -> tuple[Tensor, ...]:
         return (self._tables if positions.shape[0] <= self._most else self._rotary)(positions)
