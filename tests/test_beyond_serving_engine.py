@@ -305,7 +305,7 @@ def test_a_single_step_without_anything_to_do_is_not_kept_for_the_next_request(l
     loop.single_step()
     call = Call(llm.requests([QUESTION]))
     loop.submit(call)
-    steps = loop.call(lambda engine: engine.counters.num_steps).result(30)
+    steps = loop.call(lambda calls: calls.engine.counters.num_steps).result(30)
     wait_until(lambda: loop.inbox.is_waited_for)
     assert llm.engine.counters.num_steps == steps
     loop.single_step()
@@ -317,7 +317,7 @@ def test_all_that_was_asked_for_is_done_before_the_next_step(llm, loop):
     go_on, call = threading.Event(), Call(llm.requests([QUESTION]))
     loop.call(lambda _: go_on.wait(30))  # what follows is in the inbox when the thread looks
     loop.submit(call)
-    steps = [loop.call(lambda engine: engine.counters.num_steps) for _ in range(3)]
+    steps = [loop.call(lambda calls: calls.engine.counters.num_steps) for _ in range(3)]
     loop.drop(call)
     go_on.set()
     assert len({future.result(30) for future in steps}) == 1

@@ -377,7 +377,7 @@ def test_requests_with_penalties_or_a_sampler_of_their_own_make_no_drafts(plain)
     assert ask(llm, repeating, params) == ask(plain, repeating, params)
     llm.sampling_fn = lambda logits, params: logits.argmax(-1)
     llm.generate(repeating, GREEDY, False)
-    assert llm.engine.counters.num_verifications == 0
+    assert llm.engine.drafts is None
 
 
 def test_text_without_repetition_runs_as_in_stage_f():
@@ -388,7 +388,7 @@ def test_text_without_repetition_runs_as_in_stage_f():
     tokens = iter(range(100, 4000))
     llm.runner.sampler.choose = lambda logits, rows: logits.new_tensor([next(tokens) for _ in logits]).long()
     llm.generate([[1, 2, 3]], SamplingParams(temperature=1, max_tokens=40, ignore_eos=True), False)
-    assert llm.engine.counters.num_verifications == 0
+    assert llm.engine.drafts is None
     assert ahead[1:40] == [True] * 39, "every step but the first was launched before its token was fetched"
 
 
@@ -458,7 +458,7 @@ def test_switched_off_it_is_stage_f(plain):
     assert type(llm.runner.batch) is InputBatch and llm.runner.layers.tokens.num_slots == 4, (
         "no batch slots for guesses"
     )
-    assert llm.engine.counters.num_verifications == 0
+    assert llm.engine.drafts is None
 
 
 @pytest.mark.parametrize("draft_tokens, max_rows", [(1, 3), (1, 9), (4, 5), (4, 640), (64, 100)])

@@ -26,11 +26,12 @@ HEADS = {"HEADS": 2, "KV_HEADS": 1, "HALF": 32, "HAS_BIAS": True, "HAS_NORM": Tr
 ROWS = {"ROWS": 128, "ROWS_PAD": 128}
 ATTENTION = {"KV_HEADS": 1, "GROUP": 2, "GROUP_PAD": 16, "ROWS": 2, "HEAD_DIM": 64, "HEAD_PAD": 64, "BLOCK_SIZE": 64}
 SPLITS = {"BLOCK_N": 32, "SPLITS_PAD": 64, "AHEAD": 8, "PRECISION": "tf32"}
+STORE = {"HALF_PAD": 32, "HEADS_PAD": 4, "BLOCK_SIZE": 64, "k_scales": None, "v_scales": None, "LARGEST": None}
 SIZE, PARTS = {"SIZE": 128}, {"SIZE": 128, "PARTS": 2}
 PADDED = SIZE | {"SIZE_PAD": 128}
 PRODUCT = {"OUT_SIZE": 64, "SPLITS": 2, "BLOCK_N": 16, "RANK": 0, "RANKS": 2}
 KERNELS = {
-    "kernels.elementwise._rotate_and_store_kernel": HEADS | ROWS | {"HALF_PAD": 32, "HEADS_PAD": 4},
+    "kernels.elementwise._rotate_and_store_kernel": HEADS | ROWS | STORE,
     "kernels.elementwise._silu_and_multiply_kernel": ROWS | {"INTERMEDIATE": 64, "BLOCK": 64},
     "kernels.elementwise._rms_norm_kernel": PADDED,
     "kernels.skinny_gemm_kernels.sum_squares_kernel": PADDED,
