@@ -105,7 +105,7 @@ def test_a_small_models_draft_must_gain_what_it_and_its_verification_take():
 
 
 def test_recorded_steps_join_to_the_answer_and_count_the_guesses():
-    llm = LLM("tutor", device="cpu", num_kvcache_blocks=64)
+    llm = LLM("tutor", device="cpu", num_kvcache_blocks=64, speculation="ngram")
     question = {"role": "user", "content": "What is prefill?"}
     first = record_steps(llm, [question], max_tokens=60)
     answer = "".join(piece for step in first for piece in step.pieces)

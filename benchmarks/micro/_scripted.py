@@ -60,7 +60,7 @@ class ScriptedLLM(LLM):
     def script(self, rate: float | None) -> None:
         """Guess in every step, and call this share right; None: guess nothing."""
         self.engine.drafts.drafter = SimpleNamespace(has_draft=lambda sequence: rate is not None)
-        self.runner.table.rate.fill_(rate or 0.0)
+        self.runner.layers.tokens.table.rate.fill_(rate or 0.0)
 
 
 class ScriptedModelLLM(LLM):
