@@ -19,6 +19,7 @@ class TirelessEngine:
         self.live: set[int] = set()
         self.num_added = 0
         self.counters = SimpleNamespace(num_steps=0)
+        self.engine = self  # whose steps are counted
 
     def new_mailbox(self) -> Mailbox:
         return SimpleNamespace(take=list, close=lambda: None)

@@ -97,11 +97,11 @@ class TestRemove:
         mine.live = {4: mine.requests[0], 6: mine.requests[2]}  # the second has ended already
         other.live = {5: other.requests[0]}
         calls = {4: mine, 5: other, 6: mine}
-        return SimpleNamespace(_calls=calls, _engine=Aborts(), mine=mine, other=other)
+        return SimpleNamespace(_calls=calls, _shared=Aborts(), mine=mine, other=other)
 
     def test_what_has_not_ended_is_aborted_and_nothing_else(self, loop):
         engine_loop.EngineLoop._remove(loop, loop.mine)
-        assert sorted(loop._engine.ids) == [4, 6], "the engine must be told of both requests that run, once each"
+        assert sorted(loop._shared.ids) == [4, 6], "the engine must be told of both requests that run, once each"
 
     def test_the_call_is_forgotten_and_the_others_are_not(self, loop):
         engine_loop.EngineLoop._remove(loop, loop.mine)
@@ -113,7 +113,7 @@ class TestRemove:
     def test_a_second_time_does_nothing(self, loop):
         for _ in range(2):
             engine_loop.EngineLoop._remove(loop, loop.mine)
-        assert len(loop._engine.ids) == 2, f"two requests are aborted once each, got {loop._engine.ids}"
+        assert len(loop._shared.ids) == 2, f"two requests are aborted once each, got {loop._shared.ids}"
 
 
 def race(receive, work) -> object:
