@@ -48,14 +48,8 @@ class Job(ranks.Job):
         options = self.options_class(**self.options)
         if options.pipeline_parallel_size == 1:
             return super().build(rendezvous, workers, batch)
-        device = rendezvous.device(torch.device(self.device))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        source, dtype, formats = (
-            resolve_quantized(self.model),
-            getattr(torch, self.dtype),
-            make_formats(options, device),
-        )
+        device, source, dtype = self.own_device(rendezvous), resolve_quantized(self.model), getattr(torch, self.dtype)
+        formats = make_formats(options, device)
         return build_stage_rank(
             source, options, device, dtype, self.seed, rendezvous, workers, batch, choose_layers, formats
         )

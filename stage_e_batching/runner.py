@@ -32,11 +32,7 @@ class InFlight:
 
     def wait(self) -> Sampled:
         """Wait for the step's tokens."""
-        if self.sampled is None:
-            return Sampled([])
-        token_ids = self.sampled.ids.tolist()  # waits for the device
-        logprobs = self.sampled.logprobs
-        return Sampled(token_ids, logprobs and logprobs.by_row(token_ids), self.sampled.errors)
+        return Sampled([]) if self.sampled is None else self.sampled.on_host(self.sampled.ids)
 
 
 class ModelRunner:

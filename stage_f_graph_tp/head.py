@@ -46,9 +46,7 @@ class InFlight:
         if self.arrived is not None:
             self.arrived.synchronize()
         assert self.host_ids is not None
-        token_ids = self.host_ids.tolist()
-        logprobs = self.sampled.logprobs
-        return Sampled(token_ids, logprobs and logprobs.by_row(token_ids), self.sampled.errors)
+        return self.sampled.on_host(self.host_ids)
 
 
 class Head:

@@ -91,9 +91,7 @@ class Job:
             batch: makes the builder of inputs, on rank 0, where they are built.
         """
         options = self.options_class(**self.options)
-        device = rendezvous.device(torch.device(self.device))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        device = self.own_device(rendezvous)
         group = RankGroup(rendezvous, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
         runtime = self.load(options, device, group)
         group.gather("loaded")  # a collective may only be entered when every rank will enter it
@@ -113,6 +111,13 @@ class Job:
         )
         record_graphs(runner, runtime, options, options.max_num_seqs, ranks.report, ranks.watch)
         return Rank(runtime, runner, ranks, (group,))
+
+    def own_device(self, rendezvous: Rendezvous) -> torch.device:
+        """Return the rank's device, which is the process's current one from here on."""
+        device = rendezvous.device(torch.device(self.device))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
 
     def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""

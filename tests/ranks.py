@@ -83,7 +83,7 @@ def recording_ranks(
     """Let forked ranks and this one record their steps when they are built, as on GPUs.
 
     Yields:
-        a function: a rank's number -> how often it has replayed the steps of so many rows or tokens.
+        a function: a rank's number -> how often it has replayed the steps of a number of rows or tokens.
     """
     counts, build = RawArray("i", RANKS * MOST), job.build
 

@@ -77,7 +77,7 @@ def step_until_idle(calls: Calls, *requests) -> list[int]:
 
 
 class AlwaysDrafts(FinishedDrafts):
-    """Drafts of so many tokens, of which the second half is wrong where some are to be."""
+    """Drafts of a number of tokens, of which the second half is wrong where some are to be."""
 
     def __init__(self, num_tokens: int, num_right: int | None = None) -> None:
         self.num_tokens = num_tokens
@@ -377,7 +377,7 @@ def test_requests_with_penalties_or_a_sampler_of_their_own_make_no_drafts(plain)
     assert ask(llm, repeating, params) == ask(plain, repeating, params)
     llm.sampling_fn = lambda logits, params: logits.argmax(-1)
     llm.generate(repeating, GREEDY, False)
-    assert llm.engine.drafts is None
+    assert llm.engine.counters.num_verifications == 0
 
 
 def test_text_without_repetition_runs_as_in_stage_f():
@@ -388,7 +388,7 @@ def test_text_without_repetition_runs_as_in_stage_f():
     tokens = iter(range(100, 4000))
     llm.runner.sampler.choose = lambda logits, rows: logits.new_tensor([next(tokens) for _ in logits]).long()
     llm.generate([[1, 2, 3]], SamplingParams(temperature=1, max_tokens=40, ignore_eos=True), False)
-    assert llm.engine.drafts is None
+    assert llm.engine.counters.num_verifications == 0
     assert ahead[1:40] == [True] * 39, "every step but the first was launched before its token was fetched"
 
 

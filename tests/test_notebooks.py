@@ -65,7 +65,7 @@ def test_the_notebook_runs(path):
     if path.stem.startswith("g"):
         pytest.importorskip("uvicorn", reason="the server of beyond/serving: pip install -e .[serve]")
     notebook = run.execute(path)
-    assert sum(map(has_image, code_cells(notebook))) >= 2
+    assert any(map(has_image, code_cells(notebook)))
 
 
 def test_a_run_names_each_notebook_makes_a_dot_per_cell_and_ends_a_cell_over_its_time_limit(tmp_path):

@@ -26,11 +26,10 @@ from beyond.quantization.layers import QuantizedLinear
 from stage_d_paged.layers import RMSNorm
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.kernels.elementwise import rms_norm, rotate_and_store
-from stage_f_graph_tp.kernels.fused_layers import SkinnyGemms, move_norm_weights, replace_layers
+from stage_f_graph_tp.kernels.fused_layers import MAX_TILES, SkinnyGemms, move_norm_weights, replace_layers
 from stage_f_graph_tp.kernels.skinny_gemm import SKINNY_GEMM_MAX_TOKENS
 
 SKINNY_MAX_TOKENS = 64  # for 8-bit matrices; stage F's limit is that of 16-bit ones
-MAX_TILES = 4096  # of a product with split-K: arrival counters allocated in advance
 
 
 class QuantizedProducts:

@@ -16,6 +16,7 @@ from torch import Tensor
 from stage_a_naive.contract.filters import HOTTEST, SMALLEST
 from stage_a_naive.contract.noise import mix32
 from stage_a_naive.contract.outputs import Request
+from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler.logprobs import RowLogprobs, row_logprobs
 from stage_e_batching.sampler.reference import choose_tokens, count_tokens, penalised
 from stage_e_batching.sampler.replaced import choose_replaced
@@ -32,6 +33,11 @@ class SampledTokens:
     ids: Tensor  # int64 [rows]
     logprobs: RowLogprobs | None = None
     errors: dict[int, Exception] | None = None  # of rows whose `sampling_fn` failed; their ids mean nothing
+
+    def on_host(self, ids: Tensor) -> Sampled:
+        """Return the step's result. `ids` are the same on the host, or on the device, which is waited for then."""
+        token_ids = ids.tolist()
+        return Sampled(token_ids, self.logprobs and self.logprobs.by_row(token_ids), self.errors)
 
 
 class Sampler:
