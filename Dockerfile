@@ -9,8 +9,7 @@ RUN pip install --no-cache-dir uv
 WORKDIR /course
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 # The packages alone first, so that a change of the sources installs nothing again.
-RUN uv pip install --system --no-cache --torch-backend cpu -c constraints.txt -r pyproject.toml pytest \
-    "starlette>=0.46" "uvicorn>=0.36" "httptools>=0.6"
+RUN uv pip install --system --no-cache --torch-backend cpu -c constraints.txt -r pyproject.toml --extra labs
 COPY . .
 RUN chmod -R a+rX /course
 ENV OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1

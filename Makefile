@@ -19,6 +19,7 @@ STAGE ?= e
 ENGINE ?=
 REPLICAS ?=
 PORT ?= 8000
+OUT ?=
 LAB ?=
 FORCE ?=
 ONLY ?=
@@ -32,11 +33,12 @@ export PROMPT MODEL
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
-READY :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
+# $(call WITH,extra): what the stages need, and that part of pyproject.toml.
+WITH = $(if $(READY),$(READY)-$(1))
 
 STAGE_a := stage_a_naive
 STAGE_b := stage_b_decode_step
@@ -62,7 +64,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack loops ext test test-fast test-all lint doctor serve bench bench-check bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack loops ext test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
   notebooks lab clean
 
 help: ## print this list
@@ -88,7 +90,7 @@ $(STAGE_TARGETS): stage-%: $(READY)
 $(LAB_TARGETS): lab-%: $(READY)
 	@$(PY) -m labs.starter $* $(if $(FORCE),--force)
 
-$(GRADE_TARGETS): grade-%: $(READY)
+$(GRADE_TARGETS): grade-%: $(call WITH,labs)
 	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)")$(if $(SHOW), --show) $(if $(LAB_TESTS),--tests "$(LAB_TESTS)") $(ARGS)
 
 submit: $(READY) ## pack what is handed in of one lab, into labs/work/: make submit LAB=d
@@ -108,7 +110,7 @@ endif
 hint: $(READY) ## the next hint for an exercise: make hint D.3
 	@$(PY) -m labs.hint $(HINT)
 
-loops: $(READY) ## run the course's programs on one screen, and print what each idea changes (compiles once, then two minutes)
+loops: $(call WITH,labs) ## run the course's programs on one screen, and print what each idea changes (compiles once, then two minutes)
 	@$(PY) -m benchmarks.loops
 
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
@@ -119,51 +121,57 @@ TIER_test-fast := -m fast
 test: ## run the tests but the slow ones, on two cores where pytest-xdist is installed (ARGS= goes to pytest)
 test-fast: ## the tests of scheduler, blocks, sampler and queues: a minute
 test-all: ## all tests, the slow ones too
-test test-fast test-all: $(READY)
+test test-fast test-all: $(call WITH,dev)
 	@$(PY) -m pytest $$($(PY) -c 'import importlib.util as u; print("-n 2" if u.find_spec("xdist") else "")') $(TIER_$@) $(ARGS)
 
-lint: $(READY) ## check format, style, the direction of imports, and types (a minute)
+lint: $(call WITH,dev) ## check format, style, the direction of imports, and types (a minute)
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 	@$(PY) -m basedpyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
-doctor: $(READY) ## say what this machine has, what each stage will use on it, and what to install for more
-	@$(PY) -m doctor
+doctor: ## say what this machine has, what each stage will use on it, and what to install for more
+	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m doctor $(ARGS)
 
-serve: $(READY) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS=; ENGINE=module:LLM for another engine)
-	@$(PY) -c "import starlette, uvicorn" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[serve],the web server),\
-	  { echo "the web server is missing: pip install starlette uvicorn httptools" >&2; exit 1; })
-	$(if $(REPLICAS),@$(PY) -c "import ray.serve" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[ray],Ray Serve),\
-	  { echo "Ray Serve is missing: pip install 'ray[serve]'" >&2; exit 1; }))
+export: ## one stage with all that it needs, in a folder of its own: make export STAGE=d OUT=folder
+	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m export "$(STAGE)" $(if $(OUT),"$(OUT)",$(error into which folder? make export STAGE=d OUT=folder))
+
+BEFORE_b := A
+BEFORE_c := B
+BEFORE_d := C
+BEFORE_e := D
+BEFORE_f := E
+compare: $(call WITH,bench) ## a stage next to the one before it, on two workloads at CPU size: make compare STAGE=d
+	$(if $(BEFORE_$(STAGE)),,$(error compare which stage with the one before it? make compare STAGE=b … STAGE=f))
+	@$(RUN) -m benchmarks.run --size cpu --quick --engines $(BEFORE_$(STAGE)) $$(echo $(STAGE) | tr a-f A-F) $(ARGS)
+
+serve: $(call WITH,$(if $(REPLICAS),ray,serve)) ## an HTTP server with the OpenAI API (STAGE=f MODEL= PORT= ARGS=; ENGINE=module:LLM for another engine)
 	$(if $(LAB),@$(SAY_WHOSE))
 	@exec env $(RUN) -m $(if $(REPLICAS),beyond.scale_out.serve_replicas --replicas "$(REPLICAS)",beyond.serving) \
 	  $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
-bench: $(READY) ## the stages on two workloads at CPU size, into benchmarks/local/: five minutes on two cores
+bench: $(call WITH,bench) ## the stages on two workloads at CPU size, into benchmarks/local/: five minutes on two cores
 	$(if $(LAB),@$(SAY_WHOSE))
 	@$(RUN) -m benchmarks.run --size cpu --quick $(ARGS)
 
 bench-check: $(READY) ## counts that are no times, of every stage, against benchmarks/bounds.json: half a minute
 	@$(PY) -m benchmarks.check $(ARGS)
 
-bench-gpu: $(READY) ## the shared benchmark at GPU size
+bench-gpu: $(call WITH,bench) ## the shared benchmark at GPU size
 	@$(PY) -m benchmarks.run --size gpu $(ARGS)
 
-report: $(READY) ## write the tables, numbers, pictures and code excerpts of the READMEs from benchmarks/results and the sources
+report: $(call WITH,bench) ## write the tables, numbers, pictures and code excerpts of the READMEs from benchmarks/results and the sources
 	@$(PY) -m benchmarks.report
 	@$(PY) -m benchmarks.pictures
 
-notebooks: $(READY) ## run all notebooks and keep their outputs (ARGS=--check writes nothing)
+notebooks: $(call WITH,notebooks) ## run all notebooks and keep their outputs (ARGS=--check writes nothing)
 	@$(PY) notebooks/run.py $(ARGS)
 
-lab: $(READY) ## open the notebooks in JupyterLab (ARGS= goes to it)
-	@$(PY) -c "import jupyterlab" 2> /dev/null || $(if $(strip $(VENV)),$(call INSTALL,.[notebooks],JupyterLab),\
-	  { echo "JupyterLab is missing: pip install jupyterlab" >&2; exit 1; })
+lab: $(call WITH,notebooks) ## open the notebooks in JupyterLab (ARGS= goes to it)
 	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/0_overview.ipynb $(ARGS)
 
-soak: $(READY) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
+soak: $(call WITH,dev) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
 	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 clean: ## remove what was built or cached, and the virtual environment
@@ -174,5 +182,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed; {sys.executable} is {v.major}.{v.minor}: use PYTHON=")'
 	@echo "[setup] making a virtual environment in $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(call INSTALL,.[dev],PyTorch and the other packages of constraints.txt)
+	@$(call INSTALL,.,PyTorch and the other packages that the stages need)
+	@touch $@
+
+SAY_labs := what judges the labs
+SAY_bench := what draws
+SAY_serve := the web server
+SAY_ray := Ray Serve
+SAY_notebooks := JupyterLab
+SAY_dev := what tests and checks the project
+$(VENV)/.ready-%: $(VENV)/.ready
+	@$(call INSTALL,.[$*],$(SAY_$*))
 	@touch $@

@@ -1,6 +1,7 @@
 """`make doctor`: what this machine has, what each stage will use on it, and what to install for more.
 
-It looks and changes nothing, and it works on a machine where half of everything is missing: that is when it is needed.
+It looks and changes nothing, and it works on a machine where everything is missing: that is when it is needed. So it
+imports nothing at its head but the standard library.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from stage_a_naive.entrypoints.interrupts import (
 )
 
 # isort: split
+import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
-from benchmarks.engines import is_installed
-from benchmarks.results import ROOT, cpu_name, driver_version
-
+ROOT = Path(__file__).resolve().parent
+NEEDED = ("torch", "transformers", "safetensors", "tokenizers")  # without these no stage runs
 # Compute capabilities that are needed, and who says so.
 BFLOAT16 = (8, 0)  # in hardware; PyTorch emulates it below
 TRITON = (8, 0)  # the list of supported hardware in Triton's README; stage D's kernels refuse less
@@ -46,6 +47,8 @@ class Machine:
 
     Attributes:
         architectures: what PyTorch was built for, such as `("sm_80", "sm_90", "compute_90")`; empty on a CPU.
+        cuda: the CUDA version that PyTorch was built with.
+        memory: free and in all, in words.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -57,6 +60,9 @@ class Machine:
     triton: str | None = None
     flash_attn: str | None = None
     tutor: bool = False
+    torch: str | None = None
+    cuda: str | None = None
+    memory: str = "unknown"
 
     def can(self, capability: tuple[int, int]) -> bool:
         """Whether the first GPU has this compute capability or a newer one; False without a GPU."""
@@ -69,10 +75,10 @@ class Machine:
 
 def look() -> Machine:
     """Find out what is here."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus, architectures, cuda = look_at_pytorch() if package_version("torch") else ((), (), None)
     return Machine(
-        gpus=tuple(Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)),
-        architectures=tuple(torch.cuda.get_arch_list()) if count else (),
+        gpus=gpus,
+        architectures=architectures,
         driver=driver_version(),
         compiler=program_version(os.environ.get("CXX", ""), "g++", "c++", "clang++"),
         nvcc=program_version(str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"), "nvcc"),
@@ -80,7 +86,19 @@ def look() -> Machine:
         triton=package_version("triton"),
         flash_attn=package_version("flash-attn"),
         tutor=(ROOT / "models" / "tutor" / "model.safetensors").is_file(),
+        torch=package_version("torch"),
+        cuda=cuda,
+        memory="; ".join(filter(None, [main_memory(), gpu_memory() if gpus else ""])) or "unknown",
     )
+
+
+def look_at_pytorch() -> tuple[tuple[Gpu, ...], tuple[str, ...], str | None]:
+    """The GPUs that PyTorch sees, what it was built for, and the CUDA version that it was built with."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = tuple(Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count))
+    return gpus, tuple(torch.cuda.get_arch_list()) if count else (), torch.version.cuda
 
 
 def package_version(name: str) -> str | None:
@@ -105,34 +123,53 @@ def program_version(*names: str) -> str | None:
     return None
 
 
-def memory_text() -> str:
-    """Main memory, free and in all, and the GPU's."""
-    found = []
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    return named[1] if named else platform.processor() or platform.machine()
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, None without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.partition("\n")[0] if done.returncode == 0 else None
+
+
+def main_memory() -> str:
+    """Main memory, free and in all; "" where the system does not tell."""
     meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        sizes = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        free, total = (int(sizes[key].split()[0]) / 2**20 for key in ("MemAvailable", "MemTotal"))
-        found.append(f"{free:.1f} GiB free of {total:.1f} GiB")
-    if torch.cuda.is_available():
-        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(0))
-        found.append(f"GPU 0: {free:.1f} GiB free of {total:.1f} GiB")
-    return "; ".join(found) or "unknown"
+    if not meminfo.is_file():
+        return ""
+    sizes = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free, total = (int(sizes[key].split()[0]) / 2**20 for key in ("MemAvailable", "MemTotal"))
+    return f"{free:.1f} GiB free of {total:.1f} GiB"
+
+
+def gpu_memory() -> str:
+    import torch
+
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(0))
+    return f"GPU 0: {free:.1f} GiB free of {total:.1f} GiB"
 
 
 def machine_lines(machine: Machine) -> list[tuple[str, str]]:
     """Name and finding, one line each."""
-    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU alone"
+    built = f"built for CUDA {machine.cuda}" if machine.cuda else "built for the CPU alone"
     gpus = "none that PyTorch sees"
     if machine.gpus:
         gpus = f"{len(machine.gpus)} × {machine.gpu_text}, driver {machine.driver}"
-    needed = ("transformers", "safetensors", "tokenizers")
-    packages = [f"{name} {package_version(name) or 'missing'}" for name in needed]
+    packages = [f"{name} {package_version(name) or 'missing'}" for name in NEEDED[1:]]
     return [
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("CPU", f"{cpu_name()}, {os.cpu_count()} cores"),
-        ("memory", memory_text()),
+        ("memory", machine.memory),
         ("GPU", gpus),
-        ("PyTorch", f"{torch.__version__}, {cuda}"),
+        ("PyTorch", f"{machine.torch}, {built}" if machine.torch else "missing"),
         ("packages", ", ".join(packages)),
         ("Triton", machine.triton or "missing"),
         ("flash-attn", machine.flash_attn or "missing"),
@@ -148,7 +185,7 @@ def stage_lines(machine: Machine) -> list[tuple[str, str]]:
     where = where_text(machine)
     if machine.gpus and not has_kernels(machine):
         where = f"the CPU (DEVICE=cpu): this PyTorch has no kernels for {machine.gpu_text}"
-        machine = Machine(compiler=machine.compiler, ninja=machine.ninja)
+        machine = Machine(torch=machine.torch, compiler=machine.compiler, ninja=machine.ninja)
     attention = attention_text(machine)
     texts = {
         "stage_a_naive": where,
@@ -158,7 +195,11 @@ def stage_lines(machine: Machine) -> list[tuple[str, str]]:
         "stage_e_batching": f"{where}; attention: {attention}{sampling_text(machine)}",
         "stage_f_graph_tp": f"{where}; attention: {attention}{sampling_text(machine)}; {graph_text(machine)}",
     }
-    return [(name, text if is_installed(name) else "not in this tree") for name, text in texts.items()]
+    if not machine.torch:
+        texts = dict.fromkeys(texts, "does not run: it needs PyTorch")
+    return [
+        (name, text if (ROOT / name / "__init__.py").is_file() else "not in this tree") for name, text in texts.items()
+    ]
 
 
 def where_text(machine: Machine) -> str:
@@ -241,6 +282,7 @@ def graph_text(machine: Machine) -> str:
 def advice(machine: Machine) -> list[str]:
     """What to install for more."""
     rules: list[tuple[Callable[[Machine], bool], str]] = [
+        (lambda m: not m.torch, "PyTorch and what the stages need beside it: `make stage-a` installs them into .venv"),
         (lambda m: not m.tutor, "the default model: `python models/tutor/train.py` (some minutes)"),
         (lambda m: not m.compiler, "a C++ compiler for stage C and torch.compile: `apt install g++` or Xcode's tools"),
         (lambda m: not m.ninja, "ninja, which builds stage C's extension: `pip install ninja`"),
@@ -254,7 +296,7 @@ def advice(machine: Machine) -> list[str]:
         ),
         (
             lambda m: bool(m.gpus) and not m.nvcc,
-            f"the CUDA toolkit {torch.version.cuda} (nvcc) for stage C's and F's CUDA kernels",
+            f"the CUDA toolkit {machine.cuda} (nvcc) for stage C's and F's CUDA kernels",
         ),
         (lambda m: m.can(TRITON) and not m.triton, "Triton for the paged attention kernels: `pip install triton`"),
         (
@@ -265,14 +307,18 @@ def advice(machine: Machine) -> list[str]:
     return [text for applies, text in rules if applies(machine)]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print the report. Always succeeds: what is missing is a finding, not an error."""
+    argparse.ArgumentParser(prog="python -m doctor", description=(__doc__ or "").partition("\n")[0]).parse_args(argv)
     machine = look()
+    missing = [name for name in NEEDED if not package_version(name)]
+    if missing:
+        print(f"Missing: {', '.join(missing)}. Nothing runs with {sys.executable} before `make stage-a` installs them.")
     for title, lines in (("This machine", machine_lines(machine)), ("What each stage will use", stage_lines(machine))):
         print(f"{title}:")
         print("\n".join(f"  {name:20} {text}" for name, text in lines))
     print("To install for more:")
-    print("\n".join(f"  - {text}" for text in advice(machine)) or "  nothing")
+    print("\n".join(f"  - {text}" for text in advice(machine)) or "  nothing", flush=True)
     return 0
 
 

@@ -27,6 +27,8 @@ from pathlib import Path
 
 import torch
 
+from doctor import cpu_name, driver_version
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
 HISTORY = ROOT / "benchmarks" / "history"  # measured by code that is not in the tree: evidence, and not results
@@ -56,11 +58,6 @@ def versions() -> dict[str, str | None]:
     return found | {"cuda": torch.version.cuda, "driver": driver_version()}
 
 
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, None without one."""
-    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or None
-
-
 def device_description() -> dict[str, object]:
     """The GPU where PyTorch sees one, else the CPU; the CPU is named in both cases, because it launches the kernels."""
     cpu = {"cpu": cpu_name(), "cpu_cores": os.cpu_count()}
@@ -75,13 +72,6 @@ def device_description() -> dict[str, object]:
         "capability": f"{gpu.major}.{gpu.minor}",
         **cpu,
     }
-
-
-def cpu_name() -> str:
-    """The processor's name as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.is_file() else None
-    return named[1] if named else platform.processor() or platform.machine()
 
 
 def commit_of_tree() -> tuple[str | None, bool | None]:

@@ -1,6 +1,22 @@
 """`python -m stage_a_naive`: run the naive engine from the command line."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from stage_a_naive.entrypoints.cli import run
 
+if TYPE_CHECKING:
+    from stage_a_naive.contract.outputs import Metrics
+    from stage_a_naive.llm import LLM
+
+
+def idea(llm: LLM, metrics: Metrics) -> str:
+    """Say how the cache grew."""
+    last = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] - 1
+    return f"one prefill, then a token a step; the cache grew to {last} positions, copied anew for each of them"
+
+
 if __name__ == "__main__":
-    raise SystemExit(run("stage_a_naive", "Stage A: the naive prefill and decode loop on a Hugging Face model."))
+    text = "Stage A: the naive prefill and decode loop on a Hugging Face model."
+    raise SystemExit(run("stage_a_naive", text, idea=idea))

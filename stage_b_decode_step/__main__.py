@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from argparse import BooleanOptionalAction, _ArgumentGroup
+from typing import TYPE_CHECKING
 
 from stage_a_naive.entrypoints.cli import run
+
+if TYPE_CHECKING:
+    from stage_a_naive.contract.outputs import Metrics
+    from stage_b_decode_step.llm import LLM
 
 
 def add_options(group: _ArgumentGroup) -> None:
@@ -26,6 +31,13 @@ def add_options(group: _ArgumentGroup) -> None:
     switch("--warmup", True, "run each cache size once before its first request is timed, as part of the build time")
 
 
+def idea(llm: LLM, metrics: Metrics) -> str:
+    """Say what has the same shape in every step."""
+    cache = "a cache allocated once" if llm.static_cache else "a cache that grows (--no-static-cache)"
+    compiled = "compiled" if llm.compile else "--compile makes it one program"
+    return f"every step has the same shapes: {cache}; {compiled}"
+
+
 if __name__ == "__main__":
     text = "Stage B: one decode step as a function of fixed shapes, which torch.compile makes fast."
-    raise SystemExit(run("stage_b_decode_step", text, add_options))
+    raise SystemExit(run("stage_b_decode_step", text, add_options, idea=idea))

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from argparse import _ArgumentGroup
+from typing import TYPE_CHECKING
 
 from stage_a_naive.entrypoints.cli import run
 from stage_b_decode_step.__main__ import add_options as add_stage_b_options
+
+if TYPE_CHECKING:
+    from stage_a_naive.contract.outputs import Metrics
+    from stage_c_fused_mlp.llm import LLM
 
 
 def add_options(group: _ArgumentGroup) -> None:
@@ -15,6 +20,26 @@ def add_options(group: _ArgumentGroup) -> None:
     group.add_argument("--mlp-kernel", default="auto", help=f"what computes the MLP block: {kernels} (default: auto)")
 
 
+def idea(llm: LLM, metrics: Metrics) -> str:
+    """Say what was replaced, and time a few steps with PyTorch's own MLP blocks, too."""
+    from stage_a_naive.contract.params import SamplingParams
+    from stage_c_fused_mlp.patch import restore_mlp
+
+    layers, seconds = llm.patch_report.layers, llm.extension_time
+    report = f"{layers} MLP blocks run as one operator ({llm.mlp_kernel}, built in {seconds:.1f} s)"
+    if llm.compile:  # another model is another program
+        return report
+    params = SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
+
+    def step() -> float:
+        answers = [llm.generate([[1, 2, 3]], params, use_tqdm=False)[0] for _ in range(4)]
+        return 1e3 * min(answer["metrics"]["tpot"] for answer in answers)
+
+    ours = step()
+    restore_mlp(llm.model)
+    return f"{report}; a step: {ours:.2f} ms, with PyTorch's kernels {step():.2f} ms"
+
+
 if __name__ == "__main__":
     text = "Stage C: stage B with the MLP block of every layer in one C++/CUDA operator of our own."
-    raise SystemExit(run("stage_c_fused_mlp", text, add_options))
+    raise SystemExit(run("stage_c_fused_mlp", text, add_options, idea=idea))

@@ -27,6 +27,7 @@ class LLM(DecodeStepLLM):
         model, device, dtype, seed, options: as in stage B.
 
     Attributes:
+        extension_time: seconds that it took to build the operators, or to find them built.
         patch_report: how many blocks were replaced, and the memory of the weights before and after.
 
     Raises:
@@ -53,8 +54,8 @@ class LLM(DecodeStepLLM):
             raise ValueError(f"mlp_kernel={mlp_kernel!r} cannot run here: {why}")
         start = time.perf_counter()
         load_operators(chosen)  # before the model: whoever has no compiler should not wait for the weights first
-        extension_time = time.perf_counter() - start
+        self.mlp_kernel, self.extension_time = mlp_kernel, time.perf_counter() - start
         super().__init__(model, device=device, dtype=dtype, seed=seed, **options)
         start = time.perf_counter()
         self.patch_report: PatchReport = replace_mlp_in_qwen(self.model, mlp_kernel)
-        self.build_time += extension_time + time.perf_counter() - start
+        self.build_time += self.extension_time + time.perf_counter() - start

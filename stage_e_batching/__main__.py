@@ -1,7 +1,22 @@
 """`python -m stage_e_batching`: run the continuously batching engine from the command line."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from stage_a_naive.entrypoints.cli import run
 from stage_e_batching.options import add_options
 
+if TYPE_CHECKING:
+    from stage_a_naive.contract.outputs import Metrics
+    from stage_e_batching.llm import LLM
+
+
+def idea(llm: LLM, metrics: Metrics) -> str:
+    """Say how many steps there were, all of which others could have joined."""
+    steps = llm.engine.counters.num_steps
+    return f"{steps} steps, each decided anew: whoever had asked meanwhile would have joined the next one"
+
+
 if __name__ == "__main__":
-    raise SystemExit(run("stage_e_batching", "Stage E: continuous batching.", add_options))
+    raise SystemExit(run("stage_e_batching", "Stage E: continuous batching.", add_options, idea=idea))

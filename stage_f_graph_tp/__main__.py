@@ -1,9 +1,29 @@
 """`python -m stage_f_graph_tp`: run the engine with graphs, overlap and tensor parallelism from the command line."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from stage_a_naive.entrypoints.cli import run
 from stage_f_graph_tp.options import add_options
 
+if TYPE_CHECKING:
+    from stage_a_naive.contract.outputs import Metrics
+    from stage_f_graph_tp.llm import LLM
+
 DESCRIPTION = "Stage F: CUDA graphs, overlapped scheduling, fused kernels, tensor parallelism."
 
+
+def idea(llm: LLM, metrics: Metrics) -> str:
+    """Say who launched what."""
+    steps = llm.engine.counters.num_steps
+    ahead = "each launched before the host had the token of the last"
+    overlap = ahead if llm.options.uses("overlap") else "each launched when the host had the token of the last"
+    graphs = (
+        "recorded as CUDA graphs or one launch" if llm.device.type == "cuda" else "run as they are: no GPU, no graphs"
+    )
+    return f"{steps} steps, {graphs}; {overlap}"
+
+
 if __name__ == "__main__":
-    raise SystemExit(run("stage_f_graph_tp", DESCRIPTION, add_options))
+    raise SystemExit(run("stage_f_graph_tp", DESCRIPTION, add_options, idea=idea))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,17 @@ from stage_d_paged.attention import pick_backend
 
 pytestmark = pytest.mark.fast
 H200 = doctor.Machine(
-    (doctor.Gpu("NVIDIA H200", (9, 0)),), ("sm_80", "sm_90"), "580.1", "g++", "nvcc", "1.11", "3.6", "2.8", tutor=True
+    (doctor.Gpu("NVIDIA H200", (9, 0)),),
+    ("sm_80", "sm_90"),
+    "580.1",
+    "g++",
+    "nvcc",
+    "1.11",
+    "3.6",
+    "2.8",
+    tutor=True,
+    torch="2.11",
+    cuda="13.0",
 )
 T4 = replace(H200, gpus=(doctor.Gpu("Tesla T4", (7, 5)),), architectures=("sm_75", "sm_80", "sm_90"))
 
@@ -24,14 +37,31 @@ def test_it_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PyTorch" in text and "stage_a_naive" in text and "To install for more:" in text
 
 
-def test_it_runs_where_everything_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "look", doctor.Machine)
-    monkeypatch.setattr(doctor, "is_installed", lambda name: False)
-    assert doctor.main() == 0
-    text = capsys.readouterr().out
-    assert text.count("not in this tree") == 6 and "C++ compiler" in text and "train.py" in text
+def run_bare(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of a shell in which `$PY` is a Python that has the standard library alone."""
+    environment = os.environ | {"PY": f"{sys.executable} -S"}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=doctor.ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_it_runs_where_everything_is_missing_and_says_so_first() -> None:
+    done = run_bare("$PY -m doctor")
+    first, *others = done.stdout.splitlines()
+    assert done.returncode == 0 and first.startswith("Missing: torch, transformers")
+    assert sum("does not run: it needs PyTorch" in line for line in others) == 6
+
+
+def test_its_reader_may_leave_and_an_unknown_argument_is_refused() -> None:
+    assert run_bare("$PY -m doctor | head -1; exit ${PIPESTATUS[0]}").stderr == ""
+    refused = run_bare("$PY -m doctor --quick")
+    assert refused.returncode == 2 and "unrecognized arguments: --quick" in refused.stderr
+
+
+def test_a_stage_names_the_package_that_is_missing() -> None:
+    done = run_bare("$PY -m stage_a_naive")
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and "lacks the package 'torch'" in line and "make doctor" in line
 
 
 def test_a_machine_that_has_everything_needs_nothing() -> None:
@@ -66,7 +96,7 @@ def test_what_does_not_work_without_a_tool_is_not_promised(gone: str, stage: str
 
 
 def test_on_a_cpu_stage_c_needs_a_compiler_and_ninja_and_no_nvcc() -> None:
-    cpu = doctor.Machine(compiler="g++", ninja="1.11")
+    cpu = doctor.Machine(torch="2.11", compiler="g++", ninja="1.11")
     assert "CPU version" in doctor.extension_text(cpu)
     assert "it needs ninja" in doctor.extension_text(replace(cpu, ninja=None))
 
@@ -79,7 +109,7 @@ def test_a_ninja_that_is_no_package_of_this_python_counts(monkeypatch: pytest.Mo
 
 def test_it_advises_what_would_work_here_and_nothing_else() -> None:
     assert not any("Triton" in text for text in doctor.advice(replace(T4, triton=None))), "it serves no T4"
-    cpu = doctor.Machine(compiler="g++", ninja="1.11", tutor=True)
+    cpu = doctor.Machine(torch="2.11", compiler="g++", ninja="1.11", tutor=True)
     assert doctor.advice(cpu) == [], "no driver: there is no GPU to be seen"
     [text] = doctor.advice(replace(cpu, driver="580.1"))
     assert "there is an NVIDIA driver" in text

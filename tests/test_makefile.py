@@ -70,8 +70,32 @@ def test_making_the_environment_shows_its_phases_and_large_downloads_and_is_done
     assert making.startswith("[setup] making a virtual environment") and "can take some minutes" in installing
     assert phases == ["Downloading torch-2.whl (180.5 MB)", "Installing collected packages"]
     assert PIP in (venv / "pip.log").read_text()
+    assert make.calls[1][-1] == "."
     again = make("stage-a", venv=str(venv))
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+
+
+def test_a_part_of_the_course_installs_its_own_packages_when_it_is_first_asked_for(make, tmp_path):
+    venv = str(tmp_path / "venv")
+    for target, extra in (
+        ("grade-d", ".[labs]"),
+        ("bench", ".[bench]"),
+        ("lab", ".[notebooks]"),
+        ("serve", ".[serve]"),
+    ):
+        done = make(target, venv=venv, PIP_ENDS_WITH="Successfully installed what it needs")
+        assert done.returncode == 0 and extra in [call[-1] for call in make.calls if call[:2] == ["-m", "pip"]]
+        assert make(target, venv=venv).stdout == ""
+
+
+def test_the_doctor_installs_nothing(make, tmp_path):
+    assert make("doctor", venv=str(tmp_path / "venv")).returncode == 0
+    assert make.calls == [["-m", "doctor"]] and not (tmp_path / "venv").exists()
+
+
+def test_a_stage_is_compared_with_the_one_before_it(make):
+    assert make("compare", "STAGE=d").returncode == 0 and make.calls[-1][-2:] == ["C", "D"]
+    assert "make compare STAGE=b" in make("compare", "STAGE=a").stderr
 
 
 def test_what_pip_said_last_is_shown_where_it_fails(make, tmp_path):

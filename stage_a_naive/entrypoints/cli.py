@@ -20,7 +20,7 @@ from stage_a_naive.contract.errors import EngineBroken, one_line
 from stage_a_naive.entrypoints.interrupts import interrupts_end_the_process
 
 if TYPE_CHECKING:
-    from stage_a_naive.contract.outputs import GenerationOutput
+    from stage_a_naive.contract.outputs import GenerationOutput, Metrics
     from stage_a_naive.entrypoints.frontend import Frontend
 
 # The course's own question. The tutor knows both.
@@ -30,6 +30,7 @@ DEFAULT_PROMPTS = {
 }
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
 AddOptions = Callable[[argparse._ArgumentGroup], None]
+Idea = Callable[[Any, "Metrics"], str]  # what the stage (its `LLM`) adds to the one before, with its count in an answer
 
 
 def default_prompt() -> str:
@@ -66,7 +67,13 @@ def build_parser(stage: str, description: str, add_options: AddOptions | None = 
     return parser
 
 
-def run(stage: str, description: str, add_options: AddOptions | None = None, argv: list[str] | None = None) -> int:
+def run(
+    stage: str,
+    description: str,
+    add_options: AddOptions | None = None,
+    argv: list[str] | None = None,
+    idea: Idea | None = None,
+) -> int:
     """Answer one prompt with the package `stage`.
 
     Returns:
@@ -85,13 +92,17 @@ def run(stage: str, description: str, add_options: AddOptions | None = None, arg
             if options.pop("list_questions"):
                 _list_questions()
             else:
-                _answer(importlib.import_module(stage), options)
+                _answer(importlib.import_module(stage), options, idea)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # of `| head -1`; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, MemoryError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        advice = "`make doctor` says what else is missing, and how to get it"
+        print(f"error: {sys.executable} lacks the package {error.name!r}; {advice}", file=sys.stderr)
         return 2
     except EngineBroken as error:
         print(f"error: {error}", file=sys.stderr)  # what happened, and behind it what the part that died reported
@@ -109,7 +120,7 @@ def _list_questions() -> None:
     print("", tool_call, *(entry["question"] for entry in read_tool_calls()), sep="\n")
 
 
-def _answer(stage: Any, options: dict) -> None:
+def _answer(stage: Any, options: dict, idea: Idea | None) -> None:
     prompt, raw, model = (options.pop(name) for name in ("prompt", "raw", "model"))
     try:
         prompt.encode()
@@ -123,7 +134,7 @@ def _answer(stage: Any, options: dict) -> None:
     print(f"[prompt]\n{prompt}\n\n[answer]", flush=True)
     ask = prompt if raw else [{"role": "user", "content": prompt}]
     [output] = (llm.generate if raw else llm.chat)(ask, params, use_tqdm=False, on_text=_print_piece)
-    print("\n" + performance_summary(llm, output))
+    print("\n" + performance_summary(llm, output, idea))
     llm.close()
 
 
@@ -142,7 +153,7 @@ def _explain_unknown(question: str) -> None:
         print(f"note: nearest questions: {' | '.join(nearest)} (all: --list-questions)", file=sys.stderr)
 
 
-def performance_summary(llm: Frontend, output: GenerationOutput) -> str:
+def performance_summary(llm: Frontend, output: GenerationOutput, idea: Idea | None = None) -> str:
     """Return the figures of one request, as the command line prints them."""
     m = output["metrics"]
     generated = m["num_generated_tokens"]
@@ -153,6 +164,7 @@ def performance_summary(llm: Frontend, output: GenerationOutput) -> str:
         ("prefill", f"{m['prefill_time']:9.3f} s   {m['num_prompt_tokens']:5d} tokens   {prefill_rate:9.1f} tokens/s"),
         ("decode", f"{m['decode_time']:9.3f} s   {generated:5d} tokens   {m['tpot'] * 1e3:9.2f} ms per token"),
         ("memory", llm.memory_line(m)),
+        ("idea", idea and idea(llm, m)),
         ("total", f"{m['tokens_per_sec']:.1f} generated tokens/s, finished by {output['finish_reason']!r}"),
     ]
     return "\n".join(["", "[performance]"] + [f"{name:8s} {text}" for name, text in rows if text])

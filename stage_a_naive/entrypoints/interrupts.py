@@ -11,7 +11,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-COMMANDS = ("stage_", "beyond", "benchmarks", "labs", "doctor", "tests.soak")  # beginnings of what `python -m` runs
+COMMANDS = (
+    "stage_",
+    "beyond",
+    "benchmarks",
+    "labs",
+    "doctor",
+    "export",
+    "tests.soak",
+)  # beginnings of what `python -m` runs
 
 
 def end_at_once(*_: object) -> None:
@@ -45,11 +53,20 @@ def interrupts_end_the_process() -> Iterator[None]:
 
 
 def run_command(main: Callable[[], int | None]) -> int | None:
-    """Run a command's main function, in which Ctrl-C raises `KeyboardInterrupt`; returns its exit status, or 130."""
+    """Run a command's main function, in which Ctrl-C raises `KeyboardInterrupt`.
+
+    Returns:
+        Its exit status; 130 after Ctrl-C, and 0 where the reader of a pipe has gone.
+    """
     try:
         if signal.getsignal(signal.SIGINT) is end_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        return main()
+        status = main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `| head -1`; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
