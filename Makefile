@@ -65,7 +65,7 @@ INSTALL = { \
 
 .DEFAULT_GOAL := help
 .PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack loops ext test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
-  notebooks lab clean
+  notebooks lab site clean
 
 help: ## print this list
 	@echo "Targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
@@ -171,6 +171,9 @@ notebooks: $(call WITH,notebooks) ## run all notebooks and keep their outputs (A
 lab: $(call WITH,notebooks) ## open the notebooks in JupyterLab (ARGS= goes to it)
 	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/0_overview.ipynb $(ARGS)
 
+site: $(call WITH,site) ## the course as a website, into build/website/site (ARGS="--repository URL": links to code lead there)
+	@$(PY) -m website.build $(ARGS)
+
 soak: $(call WITH,dev) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
 	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
 
@@ -190,6 +193,7 @@ SAY_bench := what draws
 SAY_serve := the web server
 SAY_ray := Ray Serve
 SAY_notebooks := JupyterLab
+SAY_site := what makes the website
 SAY_dev := what tests and checks the project
 $(VENV)/.ready-%: $(VENV)/.ready
 	@$(call INSTALL,.[$*],$(SAY_$*))
