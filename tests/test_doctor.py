@@ -32,7 +32,7 @@ T4 = replace(H200, gpus=(doctor.Gpu("Tesla T4", (7, 5)),), architectures=("sm_75
 
 
 def test_it_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main() == 0
+    assert doctor.main([]) == 0
     text = capsys.readouterr().out
     assert "PyTorch" in text and "stage_a_naive" in text and "To install for more:" in text
 

@@ -1,0 +1,55 @@
+"""`make site`: what is gathered holds together."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from website.build import FENCE, LINK, Gatherer, main
+
+pytest.importorskip("nbconvert", reason="makes pages of notebooks: pip install -e .[site]")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    Gatherer(folder, "").gather()
+    return folder
+
+
+def test_every_link_and_figure_of_a_page_leads_to_a_file_of_the_site(pages):
+    lost = []
+    for page in pages.rglob("*.md"):
+        for _, target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+            if not re.match(r"[a-z]+:|#", target) and not (page.parent / target.partition("#")[0]).exists():
+                lost.append(f"{page.relative_to(pages)}: {target}")
+    assert len(list(pages.rglob("*.md"))) > 100 and not lost
+
+
+def test_every_entry_of_the_list_of_pages_is_a_page(pages):
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "website" / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[-1])
+    assert len(listed) > 40 and [name for name in listed if not (pages / name).is_file()] == []
+
+
+def test_links_to_code_lead_to_a_repository_that_is_named(tmp_path):
+    missing: list[str] = []
+    text = "[a](loop.py#L7) [b](../stage_b_decode_step/README.md)\n```\n[c](nothing.md)\n```\n"
+    page = PurePosixPath("stage_a_naive/README.md")
+    got = Gatherer(tmp_path, "https://host/me/mine/").with_links(text, page, missing)
+    assert "[a](https://host/me/mine/blob/main/stage_a_naive/loop.py#L7)" in got and not missing
+    assert "[b](../stage_b_decode_step/index.md)" in got and "[c](nothing.md)" in got, "code stays as it is"
+    Gatherer(tmp_path, "").with_links("[c](nothing.md)", page, missing)
+    assert missing == ["stage_a_naive/README.md: nothing.md"]
+
+
+@pytest.mark.slow
+def test_the_site_builds_with_no_warning_and_nothing_from_elsewhere():
+    pytest.importorskip("mkdocs", reason="pip install -e .[site]")
+    assert main([]) == 0
+    site = ROOT / "build" / "website" / "site"
+    elsewhere = re.compile(r'<(?:script|link)[^>]*(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)')
+    assert [page.name for page in site.rglob("*.html") if elsewhere.search(page.read_text(encoding="utf-8"))] == []
+    assert "阶段" in (site / "zh" / "index.html").read_text(encoding="utf-8")
