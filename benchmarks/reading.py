@@ -1,4 +1,4 @@
-"""How long a lesson takes, at its head: `python -m benchmarks.report` writes the minutes of reading and the lab's hours.
+"""How long a lesson takes, said at its head; `python -m benchmarks.report` writes it.
 
     About 12<!--minutes--> minutes to read, [lab A](…) 3.5<!--hours of lab a--> hours.
 
