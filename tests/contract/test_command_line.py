@@ -64,7 +64,7 @@ def test_the_default_question_is_printed_and_answered_with_a_performance_summary
     assert ask() == 0
     prompt, rest = capsys.readouterr().out.split("\n[answer]\n")
     answer, summary = rest.split("[performance]")
-    assert prompt == f"[prompt]\n{default_prompt("stage_a_naive")}\n"
+    assert prompt == f"[prompt]\n{default_prompt('stage_a_naive')}\n"
     assert "KV" in answer and len(answer) > 100
     for name in ("build", "prefill", "decode", "generated tokens/s"):
         assert name in summary
