@@ -5,7 +5,8 @@
 
 A README says with a pair of comments, which no reader sees, where a table goes: `<!-- bench:table -->` …
 `<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`; where code
-goes is said in `excerpts.py`, and where numbers in sentences come from in `numbers.py`.
+goes is said in `excerpts.py`, where numbers in sentences come from in `numbers.py`, and how long a lesson takes in
+`reading.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import excerpts, micro, render, tables
+from benchmarks import excerpts, micro, reading, render, tables
 from benchmarks.groups import Group, group_results, two_values
 from benchmarks.loops import PROGRAMS
 from benchmarks.numbers import Numbers
@@ -60,6 +61,7 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
         if page.suffix == ".md":
             front = front_page(plain, list(pictures), page)
             text = fill(excerpts.fill(before, root), bodies | {"bench:table": front}, page)
+            text = reading.fill(text, root)
         text = numbers.fill(text, page.name)
         if text != before:
             changed[page] = text.encode()

@@ -23,26 +23,29 @@ if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import GenerationOutput, Metrics
     from stage_a_naive.entrypoints.frontend import Frontend
 
-# The course's own question. The tutor knows both.
+# The course's own question. Its answer speaks of later stages, so stage A is asked for what it teaches. The tutor knows
+# all four.
 DEFAULT_PROMPTS = {
     "zh": "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？",
     "en": "How do I build a mini vLLM inference loop from scratch? Answer in bullet points.",
 }
+FIRST_PROMPTS = {"zh": "什么是 KV cache？", "en": "What is a KV cache?"}
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
 AddOptions = Callable[[argparse._ArgumentGroup], None]
 Idea = Callable[[Any, "Metrics"], str]  # what the stage (its `LLM`) adds to the one before, with its count in an answer
 
 
-def default_prompt() -> str:
-    """Return the course's question in Chinese where the locale is Chinese, and in English elsewhere."""
+def default_prompt(stage: str) -> str:
+    """Return the question that a stage is asked, in Chinese where the locale is Chinese, and in English elsewhere."""
     locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
-    return DEFAULT_PROMPTS["zh" if locale.startswith("zh") else "en"]
+    prompts = FIRST_PROMPTS if stage == "stage_a_naive" else DEFAULT_PROMPTS
+    return prompts["zh" if locale.startswith("zh") else "en"]
 
 
 def build_parser(stage: str, description: str, add_options: AddOptions | None = None) -> argparse.ArgumentParser:
     """Make the parser of `python -m <stage>`; its option groups are named `model`, `sampling` and `stage`."""
     parser = argparse.ArgumentParser(prog=f"python -m {stage}", description=description)
-    parser.add_argument("--prompt", default=default_prompt(), help="what to ask (default: %(default)s)")
+    parser.add_argument("--prompt", default=default_prompt(stage), help="what to ask (default: %(default)s)")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     parser.add_argument("--list-questions", action="store_true", help="list what the tutor can be asked, and end")
     model = parser.add_argument_group("model")

@@ -19,7 +19,7 @@ import pytest
 from contract.engines import PACKAGES, PAGED, options_class
 from stage_a_naive.checkpoints.presets import PRESETS
 from stage_a_naive.checkpoints.tutor import is_known, nearest_questions, read_faq
-from stage_a_naive.entrypoints.cli import DEFAULT_PROMPTS, AddOptions, build_parser, default_prompt, run
+from stage_a_naive.entrypoints.cli import DEFAULT_PROMPTS, FIRST_PROMPTS, AddOptions, build_parser, default_prompt, run
 from stage_a_naive.entrypoints.progress import progress_bar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def test_the_default_question_is_printed_and_answered_with_a_performance_summary
     assert ask() == 0
     prompt, rest = capsys.readouterr().out.split("\n[answer]\n")
     answer, summary = rest.split("[performance]")
-    assert prompt == f"[prompt]\n{default_prompt()}\n"
+    assert prompt == f"[prompt]\n{default_prompt('stage_a_naive')}\n"
     assert "KV" in answer and len(answer) > 100
     for name in ("build", "prefill", "decode", "generated tokens/s"):
         assert name in summary
@@ -84,14 +84,15 @@ def test_the_default_question_is_printed_and_answered_with_a_performance_summary
         ({"LANG": "zh_CN.UTF-8", "LC_ALL": "", "LC_MESSAGES": "C"}, "en"),
     ],
 )
-def test_the_default_question_is_in_the_language_of_the_locale(
+def test_the_default_question_is_in_the_language_of_the_locale_and_stage_a_has_one_of_its_own(
     locale: dict[str, str], language: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
         monkeypatch.delenv(name, raising=False)
     for name, value in locale.items():
         monkeypatch.setenv(name, value)
-    assert build_parser("a", "").parse_args([]).prompt == DEFAULT_PROMPTS[language]
+    assert build_parser("stage_b_decode_step", "").parse_args([]).prompt == DEFAULT_PROMPTS[language]
+    assert build_parser("stage_a_naive", "").parse_args([]).prompt == FIRST_PROMPTS[language]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_the_questions_can_be_listed_with_open_ended_ones_and_tool_calls_apart(
 ) -> None:
     assert ask("--list-questions") == 0
     faq, open_ended, tool_calls = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
-    assert set(DEFAULT_PROMPTS.values()) < set(faq)
+    assert {*DEFAULT_PROMPTS.values(), FIRST_PROMPTS["en"]} < set(faq)
     assert "temperature" in open_ended[0] and {"Name a fruit.", "给小猫起个名字。"} < set(open_ended[1:])
     assert "tool call" in tool_calls[0] and "Use the calculator: 12*7" in tool_calls[1:]
 
