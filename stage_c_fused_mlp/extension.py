@@ -169,7 +169,11 @@ def load_extension(name: str = "fused_mlp", *, defines: tuple[str, ...] = (), ve
     if extension.library.exists():
         torch.ops.load_library(str(extension.library))
         return extension
-    extension.library.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        extension.library.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        advice = "set SIX_ENGINES_BUILD to a folder that can be"
+        raise ExtensionError(f"{error.filename} cannot be written ({error.strerror}): {advice}") from None
     with _locked(extension.library.parent / "lock"):
         if extension.library.exists():  # another process built it while this one waited
             torch.ops.load_library(str(extension.library))

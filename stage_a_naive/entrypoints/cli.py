@@ -17,7 +17,7 @@ from stage_a_naive.checkpoints.names import check_names
 from stage_a_naive.checkpoints.presets import PRESETS
 from stage_a_naive.checkpoints.tutor import is_known, nearest_questions, read_faq, read_open_ended, read_tool_calls
 from stage_a_naive.contract.errors import EngineBroken, one_line
-from stage_a_naive.entrypoints.interrupts import interrupts_end_the_process
+from stage_a_naive.entrypoints.interrupts import CANNOT_WRITE, cannot_write, interrupts_end_the_process
 
 if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import GenerationOutput, Metrics
@@ -100,7 +100,10 @@ def run(
             sys.stdout.flush()
     except BrokenPipeError:  # of `| head -1`; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError, MemoryError) as error:
+    except OSError as error:
+        print(f"error: {cannot_write(error) if error.errno in CANNOT_WRITE else one_line(error)}", file=sys.stderr)
+        return 2
+    except (ValueError, MemoryError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -128,6 +131,9 @@ def _answer(stage: Any, options: dict, idea: Idea | None) -> None:
     try:
         prompt.encode()
     except UnicodeEncodeError:
+        if sys.getfilesystemencoding() != "utf-8":
+            advice = "set LC_ALL=C.UTF-8, or another locale in UTF-8"
+            raise ValueError(f"this locale's encoding is {sys.getfilesystemencoding()}: {advice}") from None
         raise ValueError(f"the prompt is not valid UTF-8: {prompt.encode(errors='surrogateescape')!r}") from None
     with interrupts_end_the_process():
         params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})

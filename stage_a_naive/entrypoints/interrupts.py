@@ -5,6 +5,7 @@ imported does and goes on. So a package that is run as a command (`python -m sta
 the process. When the command's work begins, Ctrl-C is an exception again, and what is open gets closed.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -20,6 +21,19 @@ COMMANDS = (
     "export",
     "tests.soak",
 )  # beginnings of what `python -m` runs
+
+
+CANNOT_WRITE = {
+    errno.EROFS: "; the course writes into its own folder: copy it to where you may write",
+    errno.EACCES: "",
+    errno.EPERM: "",
+    errno.ENOSPC: "",
+}
+
+
+def cannot_write(error: OSError) -> str:
+    """Say what could not be written, and what helps."""
+    return f"{error.filename or 'what is printed'}: {error.strerror}{CANNOT_WRITE.get(error.errno or 0, '')}"
 
 
 def end_at_once(*_: object) -> None:
@@ -56,7 +70,7 @@ def run_command(main: Callable[[], int | None]) -> int | None:
     """Run a command's main function, in which Ctrl-C raises `KeyboardInterrupt`.
 
     Returns:
-        Its exit status; 130 after Ctrl-C, and 0 where the reader of a pipe has gone.
+        Its exit status; 130 after Ctrl-C, 0 where the reader of a pipe has gone, and 2 where nothing can be written.
     """
     try:
         if signal.getsignal(signal.SIGINT) is end_at_once:
@@ -67,6 +81,11 @@ def run_command(main: Callable[[], int | None]) -> int | None:
     except BrokenPipeError:  # of `| head -1`; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        print(f"error: {cannot_write(error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
