@@ -425,14 +425,6 @@ PARTS: dict[str, Callable[..., dict]] = {
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def fits(result: dict) -> list[dict]:
-    return result["fits"]
-
-
-def ratio(row: dict, other: dict) -> float:
-    return row["seconds"] / other["seconds"]
-
-
 def perplexities(result: dict) -> str:
     found = [row["perplexity"] for row in result["rows"] if "perplexity" in row]
     return f"{min(found):.4f} to {max(found):.4f}"
