@@ -21,6 +21,7 @@ from benchmarks.micro import (
     block_waste,
     quantized,
     scheduling,
+    speculation,
     step_cost,
 )
 from benchmarks.micro import trace as kernels
@@ -48,9 +49,7 @@ def test_every_study_has_what_the_report_asks_for():
 
 def test_the_title_of_a_committed_picture_is_what_its_file_says():
     for name in micro.names():
-        module, files = micro.study(name), of_kind(name)
-        drawn = pictures(module, files) | (module.draw(files) if files and hasattr(module, "draw") else {})
-        for file, picture in drawn.items():
+        for file, picture in pictures(micro.study(name), of_kind(name)).items():
             assert escape(picture.drawn.get_suptitle()) in (ROOT / file).read_text(encoding="utf-8"), file
 
 
@@ -254,6 +253,13 @@ def test_sequences_that_fit_are_counted_from_the_bytes_of_a_loaded_engine():
     three = weights + 3 * quantized.SEQUENCE * shapes.bytes_per_token  # in nine tenths of the memory
     fits = [quantized.sequences_that_fit(shapes, int(room / 0.9) + 1) for room in (three, three - 100, weights)]
     assert fits == [3, 2, 0]
+
+
+def test_a_step_that_takes_three_times_as_long_must_find_two_guesses_right():
+    plain, drafted = {"way": "plain", "draft": 4}, {"way": "accepted", "draft": 4, "tokens_per_step": 4.0}
+    rows = [plain | {"batch": n, "samples": [1e-3] * 3} for n in (1, 64)]
+    rows += [drafted | {"batch": n, "samples": [per_step / 4] * 3} for n, per_step in ((1, 1.5e-3), (64, 3e-3))]
+    assert speculation.break_even({"rows": rows}, 4) == pytest.approx({1: 0.5, 64: 2.0})
 
 
 RATES = [(0.5, 4), (0.83, 8), (1.0, 5)]

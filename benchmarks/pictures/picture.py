@@ -227,8 +227,8 @@ COLOURS = {name: value for name, value in globals().items() if isinstance(value,
 
 
 def pictures(study: ModuleType, results: list[dict]) -> dict[str, Picture]:
-    """The pictures that a study declares, by their files."""
-    found = {}
+    """The pictures that a study declares or draws itself, by their files."""
+    found = study.draw(results) if results and hasattr(study, "draw") else {}
     for path, panels in Plot.read(study, "PICTURES").items():
         own = eval(panels[0].files, {"results": panels[0].of_part(results)})
         if own:
