@@ -199,6 +199,14 @@ def test_an_engine_is_idle_again_after_its_recording_and_the_file_holds_it():
     assert is_drawn({"gaps": draw_gaps(again, "a CPU")})
 
 
+def test_stage_cs_operator_counts_as_the_mlp_and_a_flip_as_rotation():
+    names = ["Memcpy HtoD", "nvjet_qkv", "index_elementwise_kernel<flip_kernel_impl>", "decode_kernel", "nvjet_output"]
+    names += ["void six_engines::(anonymous namespace)::fused_kernel<__nv_bfloat16, 8>", "nvjet_lm_head"]
+    found = kernels.account(Recording("a step", 1, [Span(name, 10.0 * i, 3.0) for i, name in enumerate(names)]))
+    for part in ("QKV", "norm, rotation, SiLU", "attention", "output", "gate-up", "LM head", "copies"):
+        assert found[part] == 3.0, part
+
+
 def test_every_part_of_a_step_is_in_one_group_of_the_figure():
     assert sorted(part for parts in kernels.GROUPS.values() for part in parts) == sorted(kernels.PARTS)
 

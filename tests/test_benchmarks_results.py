@@ -126,12 +126,6 @@ def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree, q
     assert text.startswith("# Title\n\n<!-- bench:table -->\n**tutor** in float32 on a machine\n")
     assert text.endswith("<!-- /bench:table -->\n\nThe end.\n")
     assert "| [A](stage_a_naive/README.md) |" in text and "| [B](" in text and "B[x=1]" not in text
-    note = "- load: not run, because serving it once would take longer than the limit of 60 s (estimated: A 99 s)"
-    assert note in text
-    assert "0123456789" in text and "torch 9.9" in text
-    assert "](benchmarks/plots/cpu-tutor-a-machine.svg)" in text
-    everything = (tree / "benchmarks" / "README.md").read_text()
-    assert "| [A](../stage_a_naive/README.md) |" in everything and "](plots/cpu-tutor-a-machine.svg)" in everything
     stage = (tree / "stage_b_decode_step" / "README.md").read_text()
     assert "| A |" in stage and "| B |" in stage and "| B[x=1] |" in stage
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}

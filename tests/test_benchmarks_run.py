@@ -77,12 +77,6 @@ def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has():
     assert len(lengths) == 3 and len(set(lengths)) == 1, "rows of two packages, sized alike"
 
 
-def test_an_engine_says_what_the_machine_lacks(monkeypatch):
-    assert BY_NAME["F, 2 GPUs"].unmet_need(1) == "needs 2 GPUs, there are 1"
-    monkeypatch.setenv("PATH", "")
-    assert BY_NAME["B compiled"].unmet_need(1) == "no C++ compiler"
-
-
 @pytest.mark.parametrize(
     ("found", "says"),
     [

@@ -6,8 +6,6 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from matplotlib.ticker import LogLocator
-
 from benchmarks.pictures.picture import BLUE, ORANGE, Picture, draw_lines, new_panels
 from stage_a_naive import LLM, SamplingParams
 
@@ -43,10 +41,6 @@ def draw_phases(llm: LLM, lengths: Sequence[int]) -> Picture:
     words = ("prefill: all prompt tokens", "decode: one token")
     for axes, prefills, labels in ((whole, prefill, words), (per_token, each, ("prefill", "decode"))):
         draw_lines(axes, [(labels[0], prefills, ORANGE, "o-"), (labels[1], decode, BLUE, "s-")])
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.minorticks_off()
         axes.set_xlabel("tokens in the prompt")
     whole.legend(frameon=False)
     return Picture(
