@@ -216,6 +216,13 @@ def test_a_stages_table_has_its_own_variants_and_not_those_of_the_stage_before()
     assert cells == ["engine", "*floor*", "B", "C", "C[x=1]"]
 
 
+def test_rows_are_in_the_order_of_the_stages_with_variants_beside_theirs_and_what_is_from_elsewhere_last():
+    row = {"engine": "transformers", "workload": "single", "samples": [{"tpot_ms": 3.21}]}
+    elsewhere = {"kind": "elsewhere", "environment": ENVIRONMENT, "options": OPTIONS, "rows": [row], "source": "x"}
+    [group] = groups(payload(engines=("mine", "C", "B[x=1]", "A", "B")), elsewhere)
+    assert group.engines == ["A", "B", "B[x=1]", "C", "mine", "transformers"]
+
+
 def test_without_rates_there_is_no_picture_of_them():
     only = payload()
     only["rows"] = [row for row in only["rows"] if row["workload"] == "ttft"]
