@@ -1,4 +1,4 @@
-"""The engines that are measured: one entry is one row of the tables.
+"""The engines that are measured: one entry of `engines.toml` is one row of the tables.
 
 A row is a class with its options, so one stage can have several rows (`B` and `B compiled`). Engines of other projects
 are rows where their package is installed. A row of your own needs no change here:
@@ -13,9 +13,11 @@ import importlib
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -49,76 +51,10 @@ class Engine:
         return getattr(importlib.import_module(module), name)(model, device=device, dtype=dtype, **options)
 
 
-_SINGLE = {"one_at_a_time": True}
-_PAGED = {"sized": True, "small": {"num_kvcache_blocks": 256}}
-_PEER = {"sized": True, "small": {"gpu_memory_utilization": 0.3}, "min_gpus": 1}
-
-
-def _stage(name: str, package: str, factory: str = "", **properties: object) -> Engine:
-    return Engine(name, factory or f"{package}:LLM", package, **properties)
-
-
-_A, _B, _C, _F = "stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_f_graph_tp"
-ENGINES = (
-    Engine("transformers", "benchmarks.peers:TransformersEngine", "transformers"),
-    _stage("A", _A, **_SINGLE),
-    _stage("A, cuDNN SDPA off", _A, "benchmarks.peers:stage_a_without_cudnn", min_gpus=1, **_SINGLE),
-    _stage("B", _B, **_SINGLE),
-    _stage("B compiled", _B, options={"compile": True}, needs_compiler=True, **_SINGLE),
-    _stage("C", _C, needs_compiler=True, **_SINGLE),
-    _stage("C compiled", _C, options={"compile": True}, needs_compiler=True, **_SINGLE),
-    _stage("D", "stage_d_paged", **_PAGED),
-    _stage("E", "stage_e_batching", **_PAGED),
-    _stage("F eager", _F, options={"without": "graphs,prefill_graphs,megakernel"}, **_PAGED),
-    _stage("F", _F, **_PAGED),
-    _stage("F, 2 GPUs", _F, options={"tensor_parallel_size": 2}, min_gpus=2, **_PAGED),
-    _stage("F, 4 GPUs", _F, options={"tensor_parallel_size": 4}, min_gpus=4, **_PAGED),
-    Engine("nano-vllm", "benchmarks.peers:NanoVLLMEngine", "nanovllm", **_PEER),
-    Engine("mini-sglang", "benchmarks.peers:MiniSGLEngine", "minisgl", **_PEER),
-    Engine("vllm", "benchmarks.peers:VLLMEngine", "vllm", **_PEER),
-)
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ENGINES = tuple(Engine(**{"package": row["factory"].partition(":")[0]} | row) for row in _DATA["engines"])
+STUDIES: dict[str, dict[str, str]] = _DATA["studies"]  # name -> row -> what it is, as on the command line
 REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the parity gate compares with its tokens
-
-# A study is a set of rows with a table of its own, the row that the others are compared with first. Name -> row -> what
-# it is, as on the command line.
-_B_IDEAS = {
-    "late checks": "async_eos",
-    "buffers": "buffers",
-    "pinned memory": "pinned",
-    "SDPA": "sdpa",
-    "last logits only": "last_logits_only",
-}
-_ALL = "graphs,prefill_graphs,overlap,fused_layers,skinny_gemm,megakernel,pdl,one_shot_all_reduce"
-_LONGEST = "max_model_len=2048"  # the same for rows that are sized by a workload and rows that are not
-STUDIES: dict[str, dict[str, str]] = {
-    "stage-b": {
-        "B compiled": "B compiled",
-        **{f"B compiled without {words}": f"B compiled[{option}=False]" for words, option in _B_IDEAS.items()},
-        "B compiled with SDPA in the step": "B compiled[sdpa=True]",
-        "B": "B",
-        "B without static cache": "B[static_cache=False]",  # compiling needs it
-    },
-    "stage-f": {
-        "none of them": f"F[without={_ALL},fused_mlp=off]",
-        "no graphs": "F[without=graphs,prefill_graphs,megakernel]",
-        "no graphs, but the megakernel": "F[enforce_eager=True]",
-        "graphs for decode alone": "F[without=prefill_graphs]",
-        "no megakernel": "F[without=megakernel]",
-        "no fused kernels": "F[without=fused_layers,skinny_gemm,megakernel,fused_mlp=off]",
-        "no skinny GEMM": "F[without=skinny_gemm,megakernel]",
-        "no PDL": "F[without=pdl,megakernel]",
-        "no overlap": "F[without=overlap]",
-        "all on": "F",
-    },
-    "stage-f-alone": {"F": "F"},  # some seconds on every workload: what a change of its kernels does to all of them
-    "ranks": {"F": "F", "F, 2 GPUs": "F, 2 GPUs", "F, 4 GPUs": "F, 4 GPUs"},
-    "quantization": {
-        "F": f"F[{_LONGEST}]",
-        "int8": f"int8=beyond.quantization:LLM[quantization=int8,quantize_lm_head=True,{_LONGEST}]",
-        "int8, KV int8": "int8=beyond.quantization:LLM"
-        f"[quantization=int8,quantize_lm_head=True,kv_cache_dtype=int8,{_LONGEST}]",
-    },
-}
 
 
 def installed_engines() -> dict[str, Engine]:

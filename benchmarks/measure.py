@@ -43,13 +43,9 @@ def look(job: dict) -> Iterator[dict]:
     """
     device = pick_device(job["device"])
     dtype = pick_dtype(job["dtype"], device)
-    found: dict = {
-        "environment": environment(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "ceilings": measure_ceilings(device, dtype),
-        "launch_seconds": launch_seconds(device) if device.type == "cuda" else None,
-        "answers": {},
-    }
+    found: dict = {"environment": environment(), "dtype": str(dtype).removeprefix("torch."), "answers": {}}
+    found["ceilings"] = measure_ceilings(device, dtype)
+    found["launch_seconds"] = launch_seconds(device) if device.type == "cuda" else None
     tokenizer = load_tokenizer(resolve(job["model"]))
     chats = [render_chat(tokenizer, [{"role": "user", "content": question}]) for question in PARITY_QUESTIONS]
     prompts = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -73,90 +73,77 @@ class TransformersEngine:
         return GenerationConfig(max_new_tokens=longest, pad_token_id=self._pad_id, eos_token_id=eos, **sampling)
 
 
-class VLLMEngine:
+class Peer:
+    """An engine of another project: what answers lists of ids, and its class of sampling parameters."""
+
+    def __init__(self, answer: Callable[..., list], params_class: type, least_temperature: float = 0.0) -> None:
+        self._answer, self._params_class, self._least_temperature = answer, params_class, least_temperature
+
+    def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
+        """Answer with the other project's sampling parameters.
+
+        Raises:
+            TypeError: it has no parameter of a name that is not at our default.
+        """
+        asked = []
+        for p in params:
+            more = {name: getattr(p, name) for name in ("top_k", "top_p", "repetition_penalty")}
+            more = {name: value for name, value in more.items() if value != getattr(SamplingParams, name)}
+            temperature = max(p.temperature, self._least_temperature)
+            same = {"temperature": temperature, "max_tokens": p.max_tokens, "ignore_eos": p.ignore_eos}
+            asked.append(self._params_class(**same, **more))
+        return [{"token_ids": list(ids)} for ids in self._answer(list(map(list, prompts)), asked)]
+
+
+def vllm(model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> Peer:
     """vLLM."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, so its memory is counted
+    from vllm import LLM, SamplingParams
 
-    def __init__(self, model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, so its memory is counted
-        import vllm
+    dtype_name = str(pick_dtype(dtype, pick_device(device))).removeprefix("torch.")
+    llm = LLM(model_directory(model), dtype=dtype_name, **options)
 
-        self._params_class = vllm.SamplingParams
-        dtype_name = str(pick_dtype(dtype, pick_device(device))).removeprefix("torch.")
-        self._llm = vllm.LLM(model_directory(model), dtype=dtype_name, **options)
+    def answer(prompts: list[list[int]], params: list) -> list:
+        made = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in made]
 
-    def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        made = self._llm.generate(asked, _converted(params, self._params_class), use_tqdm=use_tqdm)
-        return [{"token_ids": list(output.outputs[0].token_ids)} for output in made]
+    return Peer(answer, SamplingParams)
 
 
-class NanoVLLMEngine:
+def nano_vllm(model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> Peer:
     """nano-vllm. It refuses temperature 0; 1e-5 replaces it, which is greedy in effect."""
+    from nanovllm import LLM, SamplingParams
 
-    def __init__(self, model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> None:
-        import nanovllm
-
-        self._params_class = nanovllm.SamplingParams
-        self._llm = nanovllm.LLM(model_directory(model), **options)
-
-    def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
-        asked = _converted(params, self._params_class, least_temperature=1e-5)
-        made = self._llm.generate([list(prompt) for prompt in prompts], asked, use_tqdm=use_tqdm)
-        return [{"token_ids": list(output["token_ids"])} for output in made]
+    llm = LLM(model_directory(model), **options)
+    return Peer(lambda *asked: ids_of(llm.generate(*asked, use_tqdm=False)), SamplingParams, 1e-5)
 
 
-class MiniSGLEngine:
+def mini_sglang(
+    model: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    max_model_len: int = 4096,
+    gpu_memory_utilization: float = 0.9,
+) -> Peer:
     """mini-sglang."""
+    from minisgl.core import SamplingParams
+    from minisgl.llm import LLM
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        max_model_len: int = 4096,
-        gpu_memory_utilization: float = 0.9,
-    ) -> None:
-        from minisgl.core import SamplingParams as Params
-        from minisgl.llm import LLM as MiniSGL
+    class WithLastToken(LLM):
+        """The engine drops each answer's last token from what it returns; here it is kept."""
 
-        class WithLastToken(MiniSGL):
-            """The engine drops each answer's last token from what it returns; here it is kept."""
+        def offline_send_result(self, reply: list) -> None:
+            for message in reply:
+                self.status_map[message.uid].output_ids.append(message.next_token)
 
-            def offline_send_result(self, reply: list) -> None:
-                for message in reply:
-                    self.status_map[message.uid].output_ids.append(message.next_token)
-
-        self._params_class = Params
-        self._llm = WithLastToken(
-            model_directory(model),
-            pick_dtype(dtype, pick_device(device)),
-            max_seq_len_override=max_model_len,
-            memory_ratio=gpu_memory_utilization,
-            cuda_graph_max_bs=256,
-        )
-
-    def generate(self, prompts: Prompts, params: Sequence[SamplingParams], use_tqdm: bool = False) -> Outputs:
-        made = self._llm.generate([list(prompt) for prompt in prompts], _converted(params, self._params_class))
-        return [{"token_ids": list(output["token_ids"])} for output in made]
+    sizes = {"max_seq_len_override": max_model_len, "memory_ratio": gpu_memory_utilization, "cuda_graph_max_bs": 256}
+    llm = WithLastToken(model_directory(model), pick_dtype(dtype, pick_device(device)), **sizes)
+    return Peer(lambda *asked: ids_of(llm.generate(*asked)), SamplingParams)
 
 
-def _converted(params: Sequence[SamplingParams], to: type, least_temperature: float = 0.0) -> list:
-    """Our sampling parameters as those of another project.
-
-    Raises:
-        TypeError: it has no parameter of a name that is not at our default.
-    """
-    more = ("top_k", "top_p", "repetition_penalty")
-    return [
-        to(
-            temperature=max(p.temperature, least_temperature),
-            max_tokens=p.max_tokens,
-            ignore_eos=p.ignore_eos,
-            **{name: value for name in more if (value := getattr(p, name)) != getattr(SamplingParams, name)},
-        )
-        for p in params
-    ]
+def ids_of(outputs: Outputs) -> list:
+    return [output["token_ids"] for output in outputs]
 
 
 def model_directory(model: str) -> str:

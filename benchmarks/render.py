@@ -34,7 +34,6 @@ from benchmarks.text import counted, markdown, number, times
 Record = dict[str, object]
 WORDS = {"n": number, "x": times}
 HELPERS = {"number": number, "times": times, "counted": counted, "median": statistics.median}
-HELPERS["short"] = lambda model: model.removeprefix("random:")
 
 
 def write(form: str, record: Mapping, missing: str = "–") -> str:
@@ -66,12 +65,15 @@ def records(result: dict) -> list[Record]:
     return found
 
 
+HELPERS |= {"records": records, "short": lambda model: model.removeprefix("random:")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
     """Which records of which results files something is made of.
 
     Args:
-        rows: the module's function from a file to the records, where they are not its rows.
+        rows: an expression over the file; the records, where they are not its rows.
         where: an expression; records for which it is false are left out.
         let: {name: expression}; names for the formats. `at(model=model, way='plain')` is the record with these fields,
             and `every` is all of them.
@@ -93,7 +95,7 @@ class Chosen:
         return [result for result in results if result.get("part", "") == self.part]
 
     def records(self, result: dict) -> list[Record]:
-        own = vars(self.study)[self.rows](result) if self.rows else records(result)
+        own = eval(self.rows, self.names | facts(result)) if self.rows else records(result)
         every = [self.names | facts(result) | row for row in own]
 
         def at(**keys: object) -> Record | None:

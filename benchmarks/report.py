@@ -52,8 +52,7 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     for name in micro.names():
         module, results = micro.study(name), [file for file in files if file["kind"] == name]
         bodies |= render.tables(module, results) if results else {}
-        made = pictures_of(module, results) | (module.draw(results) if results and hasattr(module, "draw") else {})
-        drawn |= {root / file: picture for file, picture in made.items()}
+        drawn |= {root / file: picture for file, picture in pictures_of(module, results).items()}
     changed, pictures = {}, {path: picture.svg for path, picture in drawn.items() if picture}
     numbers = Numbers(root / "benchmarks" / "numbers.toml", files + load_all(root / "benchmarks" / "history"), bodies)
     for page in [*readmes(root), *programs(root)]:

@@ -31,7 +31,6 @@ from doctor import cpu_name, driver_version
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
-HISTORY = ROOT / "benchmarks" / "history"  # measured by code that is not in the tree: evidence, and not results
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 LEAST_REPEATS = 3
 
@@ -64,14 +63,8 @@ def device_description() -> dict[str, object]:
     if not torch.cuda.is_available():
         return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads(), **cpu}
     gpu = torch.cuda.get_device_properties(0)
-    return {
-        "type": "cuda",
-        "name": gpu.name,
-        "count": torch.cuda.device_count(),
-        "memory_bytes": gpu.total_memory,
-        "capability": f"{gpu.major}.{gpu.minor}",
-        **cpu,
-    }
+    found = {"type": "cuda", "name": gpu.name, "count": torch.cuda.device_count(), "memory_bytes": gpu.total_memory}
+    return found | {"capability": f"{gpu.major}.{gpu.minor}", **cpu}
 
 
 def commit_of_tree() -> tuple[str | None, bool | None]:

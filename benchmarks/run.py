@@ -222,15 +222,8 @@ class Measurement:
             self.say(f"{engine.name}, repeat {repeat + 1} of {args.repeats}: {process}")
             names = [n for n in self.workloads if not {"not_run", "error"} & self.rows[engine.name, n].keys()]
             if names:
-                found = self.job(
-                    "timing",
-                    engine=asdict(engine),
-                    workloads=names,
-                    model=self.model,
-                    size=args.size,
-                    max_model_len=self.max_model_len,
-                    limits=limits | {"count": repeat == 0},
-                )
+                work = {"workloads": names, "model": self.model, "size": args.size, "max_model_len": self.max_model_len}
+                found = self.job("timing", engine=asdict(engine), **work, limits=limits | {"count": repeat == 0})
                 self._keep(engine, repeat, names, found)
             write(self.payload(), self.path)
 

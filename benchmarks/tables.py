@@ -6,12 +6,15 @@ A row of them is an engine, a column is a `Column`: one figure of one workload, 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.groups import Group
 from benchmarks.text import against_floor, markdown, number, spread, times
-from benchmarks.words import WORDS
+
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))  # by language
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,21 +39,21 @@ def graph_seconds(launches: Sequence[Work], repeats: int, replays: int = 1, capt
     for launch in launches[:2]:  # whatever happens once: compiling, loading, choosing an algorithm
         launch()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph() if capture else None
-    if graph is not None:
+
+    def launch_all() -> None:
+        for launch in launches:
+            launch()
+
+    if capture:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for launch in launches:
-                launch()
+            launch_all()
     samples = []
     for _ in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(replays):
-            if graph is not None:
-                graph.replay()
-            else:
-                for launch in launches:
-                    launch()
+            graph.replay() if capture else launch_all()
         end.record()
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(end) / 1e3 / replays / len(launches))
@@ -79,19 +80,7 @@ def launch_seconds(device: torch.device) -> dict[str, float]:
     return {name: min(graph_seconds(launches, 6, capture=capture)) for name, capture in captured.items()}
 
 
-_LAUNCHES = frozenset(
-    {
-        "cudaLaunchKernel",
-        "cudaLaunchKernelExC",
-        "cudaLaunchCooperativeKernel",
-        "cuLaunchKernel",
-        "cuLaunchKernelEx",
-        "cuLaunchCooperativeKernel",
-        "cudaGraphLaunch",
-        "cudaMemcpyAsync",
-        "cudaMemsetAsync",
-    }
-)
+LAUNCHES = re.compile(r"cu(da)?Launch(Cooperative)?Kernel(Ex|ExC)?|cudaGraphLaunch|cudaMem(cpy|set)Async")
 COUNTED_STEPS = 8
 
 
@@ -109,7 +98,7 @@ def launches_per_step(llm: object) -> dict[str, float]:
             torch.cuda.synchronize()
         events = profiler.events()
         kernels = sum(e.device_type == DeviceType.CUDA and not e.name.startswith("Mem") for e in events)
-        return kernels, sum(e.device_type == DeviceType.CPU and e.name in _LAUNCHES for e in events)
+        return kernels, sum(e.device_type == DeviceType.CPU and bool(LAUNCHES.fullmatch(e.name)) for e in events)
 
     counted(1 + COUNTED_STEPS)  # the profiler's own start, and what is loaded lazily
     whole, first = counted(2 + COUNTED_STEPS), counted(2)

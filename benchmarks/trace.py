@@ -1,4 +1,4 @@
-"""Read a profiler's trace: every kernel of a stretch of work with its start and its length, and drawings of them.
+"""Read a profiler's trace: every kernel of a stretch of work with its start and its length, and a drawing of them.
 
 On a GPU the spans are the kernels, as the device's own clock saw them, inside CUDA graphs too. On a CPU they are the
 innermost operators; between them Python and PyTorch's dispatcher are at work. Recording slows down the CPU, which
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.pictures.picture import BLUE, FAINT, GREY, PALETTE, Picture, draw_bars, finish, new_panel
+from benchmarks.pictures.picture import BLUE, FAINT, GREY, Picture, new_panel
 
 # Innermost operators of a CPU that compute nothing: they make or reshape the description of a tensor.
 NO_WORK = """
@@ -122,39 +121,6 @@ def from_rows(rows: list[dict]) -> list[Recording]:
     return [Recording(row["name"], row["steps"], own) for row, own in zip(rows, spans, strict=True)]
 
 
-# The first kind whose words occur in a kernel's name; names are PyTorch's operators, or kernels of libraries and ours.
-KINDS = (
-    ("matrix products", ("mm", "gemm", "gemv", "matmul", "linear", "cutlass", "nvjet", "decode_step", "swiglu_mlp")),
-    ("attention", ("scaled_dot_product", "flash", "fmha", "attend", "attention", "paged")),
-    ("copies and joins", ("cat", "copy", "index", "memcpy", "memset", "scatter", "gather", "store", "clone", "fill")),
-    ("sums, means, maxima", ("sum", "mean", "reduce", "argmax", "max", "norm", "softmax", "rsqrt")),
-    ("element by element", ("",)),
-)
-
-
-def kind_of(name: str) -> str:
-    """What sort of work a kernel does, by its name."""
-    lowered = name.lower()
-    return next(kind for kind, words in KINDS if any(word in lowered for word in words))
-
-
-def draw_kinds(recordings: list[Recording]) -> Picture:
-    """How many kernels one decode step runs, by kind, for each recording."""
-    counts = [Counter(kind_of(span.name) for span in r.spans) for r in recordings]
-    figure, axes = new_panel(
-        8.4, 0.5 * len(recordings) + 1.8, "kernels (on a CPU: operators that compute) in one decode step"
-    )
-    colours = dict(zip((kind for kind, _ in KINDS), (*PALETTE[: len(KINDS) - 1], GREY), strict=True))
-    steps = [r.steps for r in recordings]
-    bars = [(k, [own[k] / n for own, n in zip(counts, steps, strict=True)], colour) for k, colour in colours.items()]
-    totals = [f"{len(r.spans) / r.steps:.0f}" for r in recordings]
-    draw_bars(axes, [r.name for r in recordings], bars, totals, edgecolor="#888888", linewidth=0.4, height=0.6)
-    figure.legend(loc="outside upper center", frameon=False, ncols=3, fontsize=9)
-    return finish(
-        figure, f"how many kernels of each kind a decode step of {', '.join(r.name for r in recordings)} runs"
-    )
-
-
 def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step", title: str = "") -> Picture:
     """The kernels of a few steps on one time axis: a mark is work, grey is waiting."""
     longest = max(r.whole for r in recordings)
@@ -180,4 +146,4 @@ def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step
     axes.set(ylim=(len(recordings) - 0.5, -0.65), xlim=(0, longest / scale), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.tick_params(colors=GREY, labelcolor="black")
-    return finish(figure, f"when kernels run during each {what}, and the gaps between them")
+    return Picture(figure, f"when kernels run during each {what}, and the gaps between them")

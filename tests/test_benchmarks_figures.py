@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from measured import ON_GPU, is_drawn
 
-from benchmarks.micro import coalescing, no_cache, waterfall
-from benchmarks.pictures.picture import pictures
-from benchmarks.render import tables
+from benchmarks.micro import no_cache, waterfall
 from benchmarks.trace import Span
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,54 +47,6 @@ def test_a_step_whose_products_cannot_be_told_apart_is_not_cut():
 def test_spans_in_another_order_are_refused():
     with pytest.raises(ValueError, match="3 attention kernels in 2 layers; the most frequent are: flash_fwd"):
         waterfall.parts_of_steps([Span("flash_fwd", i, 1.0) for i in range(3)], num_layers=2)
-
-
-def test_idle_is_what_the_kernels_leave_of_the_step():
-    row = {"samples": [0.001, 0.002, 0.0011], "parts": {"attention": 100.0, "MLP": 200.0}}
-    assert waterfall.waterfall(row)["idle"] == pytest.approx(800.0)
-
-
-def test_stages_are_timed_and_recorded_under_their_names_and_compiled_ones_with_the_attention_that_can_be_found(
-    monkeypatch,
-):
-    options = []
-
-    def answer(work: Callable, build: Callable, *given: object) -> dict:
-        options.append(build.__self__.options)
-        return work(object())
-
-    measured = {"samples_of": lambda *_: {"samples": [1.0]}, "parts_per_step": lambda *_: {"kernels": 1, "parts": {}}}
-    for name, stand_in in {"with_engine": answer, **measured}.items():
-        monkeypatch.setattr(waterfall, name, stand_in)
-    rows = waterfall.measure()["rows"]
-    assert [row["engine"] for row in rows] == ["A", "B", "B compiled", "C", "C compiled"]
-    assert all(row.keys() == {"engine", "samples", "kernels", "parts"} for row in rows)
-    compiled = {"compile": True, "sdpa": True}
-    assert options == 2 * [{}, {}, compiled, {}, compiled]
-
-
-def waterfall_result() -> dict:
-    parts = {"attention": 300.0, "MLP": 600.0, "LM head": 100.0, "other kernels": 50.0}
-    rows = [
-        {"engine": name, "samples": [seconds], "kernels": 700, "parts": parts}
-        for name, seconds in (("A", 0.0145), ("B compiled", 0.0022))
-    ]
-    return {"kind": "waterfall", "environment": ON_GPU, "model": "m", "context": 128, "rows": rows}
-
-
-def test_figures_are_drawn_and_tables_written_from_the_file_alone():
-    strides = [{"stride_bytes": 4 * 2**i, "wanted_bytes": 4e9, "samples": [0.001 * 2**i]} for i in range(4)]
-    scattered = {"kind": "coalescing", "environment": ON_GPU, "rows": strides}
-    steps = {"prompt_tokens": 4, "cached": [0.001] * 3, "recomputed": [0.001, 0.002, 0.003]}
-    cached = {"kind": "no_cache", "environment": ON_GPU, "model": "m", "repeats": 1, "rows": [steps]}
-    for module, result, cell in (
-        (waterfall, waterfall_result(), "| A | 700 | 300 | 600 | 100 | 50.0 | 13,450 |"),
-        (coalescing, scattered, "256 MB of them wanted"),
-        (no_cache, cached, "a step is the fastest of 1 runs"),
-        (no_cache, cached, "3 tokens after a prompt of 4: 0.01 s without a cache, 0.00 s with it."),
-    ):
-        assert is_drawn(pictures(module, [result]) or module.draw([result]))
-        assert any(cell in line for lines in tables(module, [result]).values() for line in lines)
 
 
 def test_the_answer_without_a_cache_is_measured_step_by_step():

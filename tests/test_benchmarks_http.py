@@ -13,14 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from measured import ENVIRONMENT, is_drawn
 from serving import running
 
 import stage_e_batching
 from benchmarks.local_server import LocalServer, local_server
 from benchmarks.micro import batching, http_cost, ttft_rate
-from benchmarks.pictures.picture import pictures
-from benchmarks.render import tables
 from benchmarks.serve import make_prompts
 
 ENGINE = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 32}
@@ -132,49 +129,3 @@ def test_a_rate_is_of_cpu_time_on_a_cpu_and_the_first_turn_is_not_counted(device
     assert [asked.index(prompts) // len(rows) for prompts in asked] == [i // len(rows) for i in range(len(asked))]
     rows = http_cost.measure(device=device, output_len=2, rounds=2)["rows"]
     assert all(row["first_tokens_ms"] == [] for row in rows), "the last requests begin near the end"
-
-
-def test_ratios_of_the_cost_are_taken_within_a_repeat():
-    rates = {
-        "generate": [100.0, 200.0, 300.0],
-        "stream": [90.0, 180.0, 270.0],
-        "HTTP, one process": [50.0, 100.0, 150.0],
-        "HTTP": [80.0, 100.0, 240.0],
-    }
-    result = {"kind": "http_cost", "environment": ENVIRONMENT, "model": "tutor", "stage": "e"}
-    result |= {"streams": 64, "input_len": 8, "output_len": 8}
-    result["rows"] = [{"way": way, "tokens_per_s": found} for way, found in rates.items()]
-    lines = tables(http_cost, [result])["http-cost"]
-    assert lines[4:6] == ["| HTTP, one process | 100 | 0.50 (0.50–0.50) |", "| HTTP | 100 | 0.80 (0.50–0.80) |"]
-    assert "64 requests at once, 8 in, 8 out" in lines[-2]
-    again = tables(http_cost, [result | {"rounds": 3}])["http-cost"]
-    assert "64 streams of 3 requests each, 8 in, 4–8 out" in again[-2]
-    both = tables(http_cost, [result | {"rounds": 3}, result])["http-cost"]
-    assert both == lines + again, "requests at once come first"
-    drawn = pictures(http_cost, [result | {"rounds": 3, "rows": []}, result])
-    assert is_drawn(drawn, "beyond/serving/figures/http_cost.svg")
-
-
-def times_of(*engines: tuple[str, float, float]) -> list[dict]:
-    """Rows of engines, each by its name, its rate and a factor of its times."""
-    return [
-        {"engine": name, "rate": rate, "repeat": i, "ttft_ms": [10.0 * factor, 20.0 * factor], "tpot_ms": [2.0]}
-        for i in range(2)
-        for name, rate, factor in engines
-    ]
-
-
-def test_the_times_of_all_repeats_make_one_percentile():
-    result = {"kind": "ttft_rate", "environment": ENVIRONMENT, "model": "tutor", "slots": 8, "requests": 2}
-    result |= {"input_len": 8, "longest": 8, "capacity": 10.0}
-    static = result | {"rows": times_of(("E", 5.0, 1), ("static", 5.0, 3))}
-    assert tables(ttft_rate, [static])["ttft-rate"][2] == "| 5.00, 50% | 15.0 / 20.0 / 2.00 | 45.0 / 60.0 / 2.00 |"
-    assert "3.0 to 3.0 × as long" in ttft_rate.title(static)
-    faster = result | {"rows": times_of(("E", 5.0, 1), ("F", 5.0, 0.25))}
-    assert "With stage E TTFT's p99 is 4.0 to 4.0 × as long" in ttft_rate.title(faster)
-    at_8 = times_of(("E", 8.0, 1), ("F", 8.0, 0.5))
-    assert "is 2.0 to 4.0 × as long" in ttft_rate.title(result | {"rows": faster["rows"] + at_8})
-    figures = [f"beyond/serving/figures/ttft_rate{which}.svg" for which in ("", "_f")]
-    assert is_drawn(pictures(ttft_rate, [static]), figures[0]) and is_drawn(
-        pictures(ttft_rate, [faster, static]), *figures
-    )

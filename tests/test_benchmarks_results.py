@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from measured import ENVIRONMENT, is_drawn
+from measured import ENVIRONMENT
 
 from benchmarks import results
 from benchmarks.groups import WHY_APART, group_results
@@ -14,9 +14,7 @@ from benchmarks.measure import TimedCall, figures
 from benchmarks.pictures.rates import plot_rates
 from benchmarks.report import fill, write_report
 from benchmarks.results import ResultsError, load
-from benchmarks.tables import Column, caption, front_table, notes, stage_table, study_table
-from benchmarks.text import against_floor, number
-from benchmarks.words import WORDS
+from benchmarks.tables import Column, caption, front_table, notes, stage_table
 from benchmarks.workloads import make_workload, workload_names
 
 OPTIONS = {"size": "cpu", "model": "tutor", "dtype": "float32", "study": None}
@@ -58,28 +56,8 @@ def payload(pace: float = 0.01, repeats: range = range(3), engines: tuple[str, .
     }
 
 
-def elsewhere(engine: str) -> dict:
-    """A file with figures that others measured."""
-    row = {"engine": engine, "workload": "single", "samples": [{"tpot_ms": 3.21}]}
-    sources = {"source": "somewhere else", "source_zh": "别的机器"}
-    return {"kind": "elsewhere", "environment": ENVIRONMENT, "options": OPTIONS, "rows": [row]} | sources
-
-
-def not_run(found: dict, *workloads: str) -> dict:
-    """The payload with no samples of these workloads, because they would have taken too long."""
-    for row in found["rows"]:
-        if row["workload"] in workloads:
-            row |= {"not_run": "would take about 99 s; the limit was 60 s", "samples": []}
-    return found
-
-
 def groups(*payloads: dict) -> list:
     return group_results([{**found, "file": f"{i}.json"} for i, found in enumerate(payloads)])
-
-
-def first_cells(lines: list[str]) -> list[str]:
-    """What the rows of a table begin with, the head's too."""
-    return [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
 
 
 def broken(path: str, value: object) -> dict:
@@ -148,12 +126,6 @@ def test_the_report_fills_the_markers_and_nothing_else_and_is_idempotent(tree, q
     assert text.startswith("# Title\n\n<!-- bench:table -->\n**tutor** in float32 on a machine\n")
     assert text.endswith("<!-- /bench:table -->\n\nThe end.\n")
     assert "| [A](stage_a_naive/README.md) |" in text and "| [B](" in text and "B[x=1]" not in text
-    note = "- load: not run, because serving it once would take longer than the limit of 60 s (estimated: A 99 s)"
-    assert note in text
-    assert "0123456789" in text and "torch 9.9" in text
-    assert "](benchmarks/plots/cpu-tutor-a-machine.svg)" in text
-    everything = (tree / "benchmarks" / "README.md").read_text()
-    assert "| [A](../stage_a_naive/README.md) |" in everything and "](plots/cpu-tutor-a-machine.svg)" in everything
     stage = (tree / "stage_b_decode_step" / "README.md").read_text()
     assert "| A |" in stage and "| B |" in stage and "| B[x=1] |" in stage
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
@@ -213,19 +185,6 @@ def test_files_of_one_commit_are_one_table_with_the_samples_of_all():
     assert "fewer than 3 repeats" in groups(*parts[:2])[0].problem
 
 
-def test_the_front_page_compares_each_stage_with_the_one_before():
-    [group] = groups(payload(), elsewhere("vLLM"))
-    lines = front_table(group, "en")
-    assert all(line.count("|") == 6 for line in lines if line.startswith("|")), "five columns"
-    [b] = [line for line in lines if line.startswith("| [B](stage_b_decode_step/README.md) |")]
-    assert b.endswith("| 2.0 × · – |")
-    assert any(line.startswith("| *vLLM* † | (measured elsewhere, same workload) | 3.21 |") for line in lines)
-    assert "- † measured elsewhere, same workload: somewhere else" in lines
-    assert front_table(group, "zh")[0].startswith("| 阶段 |")
-    assert "- † 在别处测量，负载相同：别的机器" in front_table(group, "zh")
-    assert "- 高负载：没有运行，因为完成一遍会超过上限 60 秒（估计：A 99 秒）" in front_table(group, "zh")
-
-
 @pytest.mark.parametrize("other", [None, {"tpot_ms": 1.0}], ids=["alone", "compiled before"])
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_first_visit_that_was_much_slower_is_said(other, order):
@@ -235,40 +194,6 @@ def test_a_first_visit_that_was_much_slower_is_said(other, order):
     [group] = groups(*files[::order])
     assert any("54.6 ms per token the first time" in line for line in front_table(group, "en"))
     assert any("单个请求：进程第一次" in line and "54.6 毫秒/token" in line for line in front_table(group, "zh"))
-
-
-def test_what_would_take_too_long_is_one_line_per_workload_that_is_shown_and_limit():
-    found = payload()
-    late = {("B", "mixed"): (7000, 60), ("A", "ttft"): (50, 40), ("A", "single"): (30, 20)}
-    for row in found["rows"]:
-        if seconds := late.get((row["engine"], row["workload"])):
-            row |= {"not_run": "would take about {} s; the limit was {} s".format(*seconds), "samples": []}
-    [group] = groups(found)
-    says = "- " + WORDS["en"]["too_long"]
-    lines = [says.format("load", 60, "A 99 s, B 7,000 s"), says.format("first token", 40, "A 50 s")]
-    load, first = Column("", "mixed", ""), Column("", "ttft", "")
-    assert notes(group, group.engines, [first, load]) == ["", *lines]
-    chinese = "- " + WORDS["zh"]["too_long"].format("高负载", 60, "B 7,000 秒")
-    assert notes(group, ["B"], [load], "zh") == ["", chinese]
-
-
-def test_a_study_is_a_table_of_its_own_in_its_own_order():
-    found = payload(engines=("F, 2 GPUs", "F"))
-    found["options"]["study"] = "ranks"
-    plain, study = groups(payload(), found)
-    assert (plain.study, study.study) == ("", "ranks")
-    rows = study_table(study)
-    assert first_cells(rows) == ["", "F", "F, 2 GPUs"]
-    assert "1.00 ×" in [row for row in rows if row.startswith("| ")][2]
-
-
-def test_no_table_says_why_a_workload_was_not_run_that_it_does_not_show():
-    found, study = (not_run(payload(), "ttft", "mixed") for _ in range(2))
-    study["options"]["study"] = "ranks"
-    plain, ranks = groups(found, study)
-    text = "\n".join(study_table(ranks))
-    assert "- load: not run" in text and "first token" not in text
-    assert "not run" not in "\n".join(stage_table(plain, "stage_b_decode_step", "stage_a_naive"))
 
 
 def test_an_engine_that_ran_nothing_is_one_line_without_the_names_of_all_workloads():
@@ -286,18 +211,19 @@ def test_a_stages_table_has_its_own_variants_and_not_those_of_the_stage_before()
     for row in found["rows"]:
         row["package"] = "stage_c_fused_mlp" if row["engine"].startswith("C") else "stage_b_decode_step"
     [group] = groups(found)
-    rows = stage_table(group, "stage_c_fused_mlp", "stage_b_decode_step")
-    assert first_cells(rows) == ["engine", "*floor*", "B", "C", "C[x=1]"]
+    lines = stage_table(group, "stage_c_fused_mlp", "stage_b_decode_step")
+    cells = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
+    assert cells == ["engine", "*floor*", "B", "C", "C[x=1]"]
 
 
 def test_rows_are_in_the_order_of_the_stages_with_variants_beside_theirs_and_what_is_from_elsewhere_last():
-    [group] = groups(payload(engines=("mine", "C", "B[x=1]", "A", "B")), elsewhere("transformers"))
+    row = {"engine": "transformers", "workload": "single", "samples": [{"tpot_ms": 3.21}]}
+    elsewhere = {"kind": "elsewhere", "environment": ENVIRONMENT, "options": OPTIONS, "rows": [row], "source": "x"}
+    [group] = groups(payload(engines=("mine", "C", "B[x=1]", "A", "B")), elsewhere)
     assert group.engines == ["A", "B", "B[x=1]", "C", "mine", "transformers"]
 
 
-def test_a_picture_is_drawn_of_what_there_is():
-    [group] = groups(payload())
-    assert is_drawn({"rates": plot_rates(group)})
+def test_without_rates_there_is_no_picture_of_them():
     only = payload()
     only["rows"] = [row for row in only["rows"] if row["workload"] == "ttft"]
     assert plot_rates(groups(only)[0]) is None
@@ -318,16 +244,3 @@ def test_a_decode_step_is_the_difference_of_two_calls():
     found = figures(workload, [TimedCall(first, 3.0, []), TimedCall(whole, 3.0 + 0.002 * steps, [])])
     assert found["tpot_ms"] == pytest.approx(2.0)
     assert found["prefill_ms"] == 3000
-
-
-def test_the_distance_from_the_floor_is_a_factor_for_times_and_a_share_for_rates():
-    assert against_floor("tpot_ms", 2.3, 1.0) == "2.30 ×"
-    assert against_floor("output_tokens_per_s", 1.0, 2.0) == "50.0 %"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "–"), (0, "0"), (0.23187, "0.232"), (1.5678, "1.57"), (59.42, "59.4"), (181500.4, "181,500")],
-)
-def test_numbers_are_shown_with_three_digits(value, text):
-    assert number(value) == text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,14 +11,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from select import select as wait_for
-from types import SimpleNamespace
 
 import pytest
 import torch
 from measured import CEILINGS, ENVIRONMENT
 
 from benchmarks import results, run, worker
-from benchmarks.engines import ENGINES, STUDIES, installed_engines, select
+from benchmarks.engines import ENGINES, STUDIES, select
 from benchmarks.measure import TimedCall, expected_seconds, run_workload, timed_call
 from benchmarks.peers import TransformersEngine
 from benchmarks.results import ROOT
@@ -34,12 +32,6 @@ BY_NAME = {engine.name: engine for engine in ENGINES}
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
-
-
-def test_only_what_is_installed_is_a_row():
-    names = list(installed_engines())
-    assert "A" in names and "transformers" in names
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +75,6 @@ def test_every_row_of_a_study_is_made_of_switches_that_its_stage_has():
     assert [engine.name for engine in select([], "ranks")] == list(STUDIES["ranks"])
     lengths = [engine.options["max_model_len"] for engine in select([], "quantization")]
     assert len(lengths) == 3 and len(set(lengths)) == 1, "rows of two packages, sized alike"
-
-
-def test_an_engine_says_what_the_machine_lacks(monkeypatch):
-    assert BY_NAME["F, 2 GPUs"].unmet_need(1) == "needs 2 GPUs, there are 1"
-    monkeypatch.setenv("PATH", "")
-    assert BY_NAME["B compiled"].unmet_need(1) == "no C++ compiler"
 
 
 @pytest.mark.parametrize(
@@ -329,20 +315,6 @@ def test_every_second_repeat_is_in_the_other_order_and_the_first_counts_launches
     assert steps == {"A": [1, 1], "B compiled": [10, 10]}
     visits = [found.rows[name, "single"]["first_visit"]["tpot_ms"] for name in found.equal]
     assert visits == [1, 2], "that of the first process"
-
-
-def test_what_is_left_is_told_from_what_the_processes_before_have_taken(tmp_path, jobs, monkeypatch, capsys):
-    now = [0.0]
-
-    def timed(job: dict) -> dict:
-        now[0] += 60 if now[0] == 0 else 180
-        return {}
-
-    jobs.differently = timed
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    measuring(tmp_path, "A", "E").time_all()
-    told = re.findall(r"process (\d) of 4(?:, about (\d+) min left)?", capsys.readouterr().out)
-    assert told == [("1", ""), ("2", "3"), ("3", "4"), ("4", "2")]
 
 
 def test_rows_of_a_study_can_be_measured_by_themselves():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TypeVar
@@ -24,6 +24,7 @@ import torch
 from benchmarks.results import ResultsError
 
 Found = TypeVar("Found")
+Way = TypeVar("Way", bound=Hashable)
 
 
 def names() -> list[str]:
@@ -46,6 +47,17 @@ def timed(samples: list[float], **what: object) -> dict:
     """A row of the file. It is printed with its shortest time, which shows how far a study has come."""
     print(f"{', '.join(map(str, what.values()))}: {1e6 * min(samples):.1f} µs", flush=True)
     return what | {"samples": samples}
+
+
+def take_turns(
+    work: Callable[[Way], Found], ways: Iterable[Way], repeats: int, warm_ups: int = 1
+) -> dict[Way, list[Found]]:
+    """`work(way)` of each way in every repeat; they take turns, so that a busy machine disturbs all alike."""
+    found: dict[Way, list[Found]] = {way: [] for way in ways}
+    for _ in range(warm_ups + repeats):
+        for way, own in found.items():
+            own.append(work(way))
+    return {way: own[warm_ups:] for way, own in found.items()}
 
 
 @contextmanager

@@ -8,17 +8,17 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from benchmarks.micro import timed
+from benchmarks.micro import take_turns, timed
 from beyond.speculation import LLM
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.parts import InFlight, Sampled
+from stage_e_batching.parts import InFlight
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.step_input import StepInput
 
@@ -80,23 +80,14 @@ class ScriptedModelLLM(LLM):
         self.engine.drafts.drafter = nobody if rate is None else self._drafter
         self._rate = rate
 
-    def _verify(self, step: ScheduledStep) -> InFlight | Arrived:
+    def _verify(self, step: ScheduledStep) -> InFlight | SimpleNamespace:
         draft, in_flight = step.sequences[0].draft, self._launch(step)
         if not draft:
             return in_flight
         self._owed = self._owed % 1 + self._rate * len(draft)
         ids = [guess if i < int(self._owed) else (guess + 1) % 2 for i, guess in enumerate(draft)]
-        return Arrived(in_flight.wait()._replace(token_ids=[*ids, 2]))
-
-
-@dataclass
-class Arrived:
-    """A step whose tokens are here."""
-
-    sampled: Sampled
-
-    def wait(self) -> Sampled:
-        return self.sampled
+        sampled = in_flight.wait()._replace(token_ids=[*ids, 2])
+        return SimpleNamespace(wait=lambda: sampled)
 
 
 def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
@@ -111,15 +102,16 @@ def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
     return seconds, (params.max_tokens - 1) / max(1, steps - prefill_steps)
 
 
-def take_turns(llm: LLM, batch: int, repeats: int, ways: Mapping[object, tuple], /, **what: object) -> list[dict]:
+def time_ways(llm: LLM, batch: int, repeats: int, ways: Mapping[object, tuple], /, **what: object) -> list[dict]:
     """A row per way, {name: (what prepares the engine, sampling parameters)}: seconds per token, tokens per step."""
-    found: dict[object, list[tuple[float, float]]] = {way: [] for way in ways}
-    for _ in range(repeats + 1):
-        for way, (prepare, params) in ways.items():
-            prepare()
-            found[way].append(run(llm, batch, params))
+
+    def work(way: object) -> tuple[float, float]:
+        prepare, params = ways[way]
+        prepare()
+        return run(llm, batch, params)
+
     rows = []
-    for way, samples in found.items():
-        seconds, per_step = zip(*samples[1:], strict=True)  # the first is the warm-up
+    for way, samples in take_turns(work, ways, repeats).items():
+        seconds, per_step = zip(*samples, strict=True)
         rows.append(timed(list(seconds), **what, way=way) | {"tokens_per_step": statistics.median(per_step)})
     return rows

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.micro import timed
-from benchmarks.render import Record, records
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 
@@ -68,17 +67,10 @@ def make_case(shape: str, heads: str) -> Case:
     return Case(f"{shape}, {heads}", *SHAPES[shape], *HEADS[heads])
 
 
-CASES = {
-    case.name: case
-    for case in (
-        make_case("decode 1 × 1024", "14/2 × 64"),
-        make_case("decode 1 × 32768", "16/8 × 128"),
-        make_case("decode 32 × 640", "16/8 × 128"),
-        make_case("decode 32 × 4096", "14/2 × 64"),
-        make_case("decode 32 × 4096", "16/8 × 128"),
-        make_case("prefill 1 × 8192", "16/8 × 128"),
-    )
-}
+NARROW, WIDE = "14/2 × 64", "16/8 × 128"
+CASES = [make_case("decode 1 × 1024", NARROW), make_case("decode 1 × 32768", WIDE), make_case("decode 32 × 640", WIDE)]
+CASES += [make_case("decode 32 × 4096", heads) for heads in (NARROW, WIDE)] + [make_case("prefill 1 × 8192", WIDE)]
+CASES = {case.name: case for case in CASES}
 
 
 def measure() -> dict:
@@ -117,9 +109,3 @@ def arguments_of(case: Case, block_size: int, device: torch.device = CUDA) -> li
         metadata = AttentionMetadata(starts, contexts, slots, tables, case.query, case.context)
         arguments.append((query, pool[0], pool[1], metadata))
     return arguments
-
-
-def in_order(result: dict) -> list[Record]:
-    """The cases that the lesson shows, in its order."""
-    found = [row for row in records(result) if row["case"] in CASES and row.get("preferred", True)]
-    return sorted(found, key=lambda row: list(CASES).index(row["case"]))

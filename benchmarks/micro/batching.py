@@ -9,8 +9,9 @@ CPU the seconds are those that the process computed for, on one thread.
 from __future__ import annotations
 
 import time
+from itertools import product
 
-from benchmarks.micro import one_thread
+from benchmarks.micro import one_thread, take_turns
 from benchmarks.workloads import Call, make_workload
 from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged import LLM as StageD
@@ -52,22 +53,13 @@ def measure(model: str = "tutor", device: str = "cpu", size: str = "cpu", slots:
     blocks = slots * -(-workload.longest // 16)  # no more than is needed: three engines share the memory
     options = {"max_num_seqs": slots, "enable_prefix_caching": False, "num_kvcache_blocks": blocks}
     llms = {name: engine(model, device=device, **options) for name, engine in ENGINES.items()}
-    rows = [
-        {"engine": name, "temperature": temperature, "samples": []} for name in ENGINES for temperature in TEMPERATURES
-    ]
-    for repeat in range(repeats + 1):  # the first is a warm-up
-        for row in rows:
-            found = run(llms[row["engine"]], call, row["temperature"])
-            if repeat:
-                row["samples"].append(found.pop("seconds"))
-                row |= found
-    return {
-        "model": model,
-        "workload": workload.description,
-        "tokens": call.output_tokens,
-        "slots": slots,
-        "rows": rows,
-    }
+    found = take_turns(lambda way: run(llms[way[0]], call, way[1]), product(ENGINES, TEMPERATURES), repeats)
+    rows = []
+    for (name, temperature), runs in found.items():
+        samples = {"samples": [one.pop("seconds") for one in runs]}
+        rows.append({"engine": name, "temperature": temperature} | runs[-1] | samples)
+    work = {"workload": workload.description, "tokens": call.output_tokens, "slots": slots}
+    return {"model": model, **work, "rows": rows}
 
 
 def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float]:

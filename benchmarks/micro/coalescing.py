@@ -7,8 +7,6 @@ of 32 bytes on, one number in eight of what comes. The same number of threads re
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 
 from benchmarks.micro import timed
@@ -32,28 +30,3 @@ def measure() -> dict:
         samples = graph_seconds([lambda stride=stride: strided_sums(source, stride, WANTED)], REPEATS)
         rows.append(timed(samples, stride_bytes=4 * stride, wanted_bytes=4 * WANTED))
     return {"rows": rows}
-
-
-TABLES = """
-[coalescing]  # the picture's bars have their figures
-note = "float32 numbers, 256 MB of them wanted; median of {REPEATS} samples"
-"""
-
-
-PICTURES = """
-["stage_c_fused_mlp/coalescing.svg"]
-kind = "columns"
-title = "Scattered reads get 1/{rate(result, 0) / rate(result, -1):.0f} of the bandwidth ({device})"
-text = "bandwidth against the distance of neighbouring threads' addresses"
-x = "distance between the addresses of neighbouring threads"
-y = "GB/s of wanted bytes"
-at = "{stride_bytes} B"
-value = "wanted_bytes / seconds / 1e9"
-written = "{value:n}"
-colour = "BLUE if stride_bytes == 4 else ORANGE"
-"""
-
-
-def rate(result: dict, place: int) -> float:
-    row = result["rows"][place]
-    return row["wanted_bytes"] / statistics.median(row["samples"])

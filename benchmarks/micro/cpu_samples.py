@@ -37,23 +37,6 @@ PARTS = {
 REST = "engine"
 
 
-TABLES = """
-[cpu-samples]
-corner = "engine, requests"
-line = "{engine}, {requests}"
-columns."ms per step" = "{step_ms:.2f}"
-columns."operators of the layers" = "{in_ms(row, 'operators of the layers'):.2f}"
-columns."transformers' model" = "{in_ms(row, 'transformers'):.2f}"
-columns."Triton's launcher" = "{in_ms(row, 'Triton'):.2f}"
-columns."calls of modules" = "{in_ms(row, 'calls of modules'):.2f}"
-columns."input of the step" = "{in_ms(row, 'input of the step'):.2f}"
-columns."sampling" = "{in_ms(row, 'sampling'):.2f}"
-columns."engine" = "{in_ms(row, 'engine'):.2f}"
-columns."waiting for the GPU" = "{in_ms(row, 'waiting for the GPU'):.2f}"
-note = "{model}, {PROMPT} in, {tokens} out; a look every millisecond"
-"""
-
-
 def in_ms(row: dict, part: str) -> float | None:
     """Milliseconds of a step in which a look found the CPU there; None where that engine has no such part."""
     found = row["parts"].get(part)

@@ -64,16 +64,8 @@ def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderMod
 def step_arguments(config: ModelConfig, rows: int, context: int, block_size: int = BLOCK_SIZE) -> list[Tensor]:
     """Token ids, positions, slots, block tables, context lengths and the pool: each row on blocks of its own."""
     blocks = -(-context // block_size)
-    pool = torch.empty(
-        2,
-        config.num_layers,
-        rows * blocks,
-        block_size,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype=torch.bfloat16,
-        device="cuda",
-    ).normal_()
+    shape = (2, config.num_layers, rows * blocks, block_size, config.num_kv_heads, config.head_dim)
+    pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
     tables = torch.randperm(rows * blocks, device="cuda").int().view(rows, blocks)
     last = torch.full((rows,), context - 1, device="cuda")
     slots = tables[:, -1].long() * block_size + (context - 1) % block_size
@@ -87,20 +79,8 @@ def launch_of(kernel: Megakernel, arguments: list[Tensor]) -> Callable[..., None
     rows = len(ids)
     temperatures = torch.zeros(rows, device="cuda")
     noise_keys = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    return partial(
-        kernel.step,
-        ids,
-        torch.arange(rows, device="cuda"),
-        positions,
-        slots,
-        tables,
-        lengths,
-        temperatures,
-        noise_keys,
-        pool,
-        kernel.make_logits(rows),
-        kernel.make_result(rows),
-    )
+    step = partial(kernel.step, ids, torch.arange(rows, device="cuda"), positions, slots, tables, lengths)
+    return partial(step, temperatures, noise_keys, pool, kernel.make_logits(rows), kernel.make_result(rows))
 
 
 def step_by_layers(model: DecoderModel, arguments: list[Tensor], cache: object, longest: int) -> Callable[[], Tensor]:

@@ -79,7 +79,7 @@ def measure(
     chance, shortest = random.Random(0), output_len if rounds == 1 else output_len // 2
     lengths = [chance.randint(shortest, output_len) for _ in range(STREAMS * rounds)]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
-    rows = {way: {"way": way, "tokens_per_s": [], "first_tokens_ms": [], "reading": []} for way in WAYS}
+    found: dict[str, list[Seconds]] = {way: [] for way in WAYS}
     with (
         ExitStack() as stack,
         closing(load_class(STAGES[stage])(model, device=device, **options)) as llm,
@@ -88,26 +88,19 @@ def measure(
         servers = {way: stack.enter_context(local_server(*words, module=module)) for way, module in SERVERS.items()}
         for repeat in range(REPEATS + 1):  # the first is a warm-up
             prompts = make_prompts(STREAMS * rounds, input_len, 0, repeat)
-            for way, row in rows.items():
+            for way, own in found.items():
                 if way in servers:
-                    took = over_http(pool, readers, servers[way], prompts, lengths, rounds)
+                    own.append(over_http(pool, readers, servers[way], prompts, lengths, rounds))
                 else:
-                    took = offline(llm, way, prompts, params)
-                if repeat:
-                    seconds = took.of_cpu if llm.device.type == "cpu" else took.on_clock
-                    row["tokens_per_s"].append(sum(lengths) / seconds)
-                    if rounds == 1:  # else the last requests begin near the end
-                        row["first_tokens_ms"].append(1e3 * took.to_first_tokens)
-                    row["reading"].append(took.reading / took.on_clock)
-    return {
-        "model": model,
-        "stage": stage,
-        "streams": STREAMS,
-        "input_len": input_len,
-        "output_len": output_len,
-        "rounds": rounds,
-        "rows": list(rows.values()),
-    }
+                    own.append(offline(llm, way, prompts, params))
+    rows = []
+    for way, (_, *own) in found.items():
+        seconds = [took.of_cpu if llm.device.type == "cpu" else took.on_clock for took in own]
+        first_ms = [1e3 * took.to_first_tokens for took in own if rounds == 1]  # else the last begin near the end
+        rows.append({"way": way, "tokens_per_s": [sum(lengths) / s for s in seconds], "first_tokens_ms": first_ms})
+        rows[-1]["reading"] = [took.reading / took.on_clock for took in own]
+    what = {"stage": stage, "streams": STREAMS, "input_len": input_len, "output_len": output_len, "rounds": rounds}
+    return {"model": model, **what, "rows": rows}
 
 
 def offline(llm: LLM, way: str, prompts: list[list[int]], params: list[SamplingParams]) -> Seconds:

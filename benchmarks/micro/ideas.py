@@ -24,24 +24,6 @@ IDEAS = {  # in the order in which they are added: what `without` calls them
     "megakernel": ("megakernel",),
 }
 PROMPT, TOKENS = 128, 256
-TABLES = """
-[ideas-added]
-corner = "one after the other"
-line = "{line}"
-where = "line"
-columns."ms per token" = "{ms:.3f}"
-columns."kernels per step" = "{kernels:.0f}"
-columns."launches per step" = "{launches:.0f}"
-note = "{model}, one request, {PROMPT} in, {TOKENS} out; medians of {len(result['rows'][0]['samples'])}"
-
-[ideas-alone]
-corner = "idea"
-line = "{idea}"
-where = "idea"
-column = "{state}: ms per token"
-cell = "{ms:.3f}"
-note = "as above"
-"""
 
 
 def measure(model: str = "random:qwen2.5-0.5b", repeats: int = 5) -> dict:

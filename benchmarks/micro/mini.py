@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.micro import timed
+from benchmarks.micro import take_turns, timed
 from stage_c_fused_mlp.extension import plan
 from stage_f_graph_tp.megakernel import mini
 
@@ -19,25 +19,13 @@ VERSIONS = {
 def measure(repeats: int = 5) -> dict:
     """Seconds per layer of each version, a fresh process each, the versions taking turns."""
     compiler = mini.nvcc(plan("megakernel").architectures)
-    samples: dict[int, list[float]] = {version: [] for version in VERSIONS}
-    floor = 0.0
-    for _ in range(repeats):
-        for version in VERSIONS:
-            found = re.search(r"([\d.]+) us per layer.*\(([\d.]+) us\)", mini.run(version, compiler))
-            if found is None:
-                raise RuntimeError(f"version {version} printed no time")
-            samples[version].append(float(found[1]) / 1e6)
-            floor = float(found[2]) / 1e6
-    return {"floor": floor, "rows": [timed(samples[version], version=version) for version in VERSIONS]}
 
+    def run(version: int) -> tuple[float, float]:
+        found = re.search(r"([\d.]+) us per layer.*\(([\d.]+) us\)", mini.run(version, compiler))
+        if found is None:
+            raise RuntimeError(f"version {version} printed no time")
+        return float(found[1]) / 1e6, float(found[2]) / 1e6
 
-TABLES = """
-[mini]
-corner = "version"
-line = "{version}: {VERSIONS[version]}"
-columns."µs per layer" = "{us:n}"
-column = "× the floor of {1e6 * floor:.2f} µs"
-cell = "{seconds / floor:.2f} ×"
-note = "24 layers, one row, bfloat16"
-each = true
-"""
+    times = take_turns(run, VERSIONS, repeats, warm_ups=0)
+    rows = [timed([seconds for seconds, _ in own], version=version) for version, own in times.items()]
+    return {"floor": times[max(VERSIONS)][-1][1], "rows": rows}

@@ -7,17 +7,12 @@ weights of all layers are many times the L2 cache.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from benchmarks.micro import timed
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Line, Picture, draw_lines, finish, new_panel
 from benchmarks.text import medians
-from benchmarks.timing import call_seconds, graph_seconds, measure_ceilings
+from benchmarks.timing import graph_seconds
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, load_operators
 
@@ -74,35 +69,3 @@ def fastest_up_to(result: dict) -> int:
     model = result["rows"][0]["model"]
     found = medians([row for row in result["rows"] if row["model"] == model], "variant", "rows")
     return max(rows for rows in ROWS if found["fused", rows] < found["library", rows])
-
-
-def draw_block(
-    ways: dict[str, Callable[..., Tensor]],
-    hidden: int,
-    inter: int,
-    rows: Sequence[int],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Picture:
-    """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows, and draw it.
-
-    The floor is the time of reading the weights once at the speed of a copy, measured here too.
-    """
-    layer = random_layer(hidden, inter, dtype, torch.Generator(device).manual_seed(0))
-    inputs = [torch.randn(count, hidden, device=device, dtype=dtype) for count in rows]
-    lines = []
-    for (name, way), colour, look in zip(ways.items(), (ORANGE, BLUE, GREEN), ("o-", "s-", "^-"), strict=False):
-        samples = {len(x): call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats=5) for x in inputs}
-        lines.append((name, {count: 1e3 * statistics.median(s) for count, s in samples.items()}, colour, look))
-    floor = sum(weight.nbytes for weight in layer) / measure_ceilings(device, torch.float32)["copy_bytes_per_s"]
-    return draw_times(lines, 1e3 * floor, "ms", f"measured on this machine ({device.type})")
-
-
-def draw_times(lines: Sequence[Line], floor: float, unit: str, title: str, top: float | None = None) -> Picture:
-    """Times of the block over its rows as lines, and the floor."""
-    figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", f"{unit} per layer", title)
-    draw_lines(axes, lines)
-    axes.axhline(floor, color="black", linestyle="--", label=f"floor, the weights read once: {floor:.2g} {unit}")
-    axes.set_ylim(0, top)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return finish(figure, "the time of the MLP block over its rows, next to the time of reading its weights")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.micro import one_thread, timed
+from benchmarks.micro import one_thread, take_turns, timed
 from benchmarks.micro.mlp import EPS, random_layer
 from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, fused_swiglu_mlp, load_operators  # noqa: F401 (in a table)
@@ -67,11 +67,11 @@ def time_ways(layers: list[list[Tensor]], rows: int, repeats: int) -> dict[str, 
     """Samples by way, in turns; the two must agree."""
     x = torch.randn(rows, len(layers[0][0]), generator=torch.Generator().manual_seed(1)).to(layers[0][0].dtype)
     torch.testing.assert_close(by_pytorch(x, *layers[0]), by_operator(x, *layers[0]), rtol=0.05, atol=0.05)
-    samples: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(repeats):
-        for name, way in WAYS.items():
-            start = time.thread_time()
-            for layer in layers:
-                way(x, *layer)
-            samples[name].append((time.thread_time() - start) / len(layers))
-    return samples
+
+    def seconds(way: str) -> float:
+        start = time.thread_time()
+        for layer in layers:
+            WAYS[way](x, *layer)
+        return (time.thread_time() - start) / len(layers)
+
+    return take_turns(seconds, WAYS, repeats, warm_ups=0)

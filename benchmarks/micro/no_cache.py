@@ -1,4 +1,4 @@
-"""What the KV cache saves: every step of one answer, generated without a cache and with it. And prefill against decode.
+"""What the KV cache saves: every step of one answer, generated without a cache and with it.
 
 Both generate the same tokens, which is checked. A step without the cache runs the model over the whole text so far; the
 sum of its steps grows with the square of the length. A step's time is the least of several runs.
@@ -6,18 +6,14 @@ sum of its steps grows with the square of the length. A step's time is the least
 
 from __future__ import annotations
 
-import random
-import statistics
-from collections.abc import Sequence
+from functools import partial
 
 import torch
-from matplotlib.ticker import LogLocator
 
-from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, RED, Picture, draw_lines, finish, new_panel, new_panels
-from stage_a_naive import LLM, SamplingParams
+from benchmarks.micro import take_turns
+from benchmarks.pictures.picture import GREEN, RED, Picture, new_panel
+from stage_a_naive import LLM
 from stage_a_naive.contract.outputs import synchronized_time
-
-STEPS = 8  # decode steps per sample of `draw_phases`
 
 
 def measure(model: str = "tutor", prompt_tokens: int = 64, tokens: int = 256, repeats: int = 5) -> dict:
@@ -34,18 +30,16 @@ def measure_recompute(llm: LLM, prompt_token_ids: list[int], num_tokens: int, re
     Returns:
         `prompt_tokens`, and seconds of every step, `cached` and `recomputed`: the best of the repeats.
     """
-    runs: dict[str, list] = {"cached": [], "recomputed": []}
-    for _ in range(repeats):
-        for way, found in runs.items():
-            found.append(_generate(llm, prompt_token_ids, num_tokens, use_cache=way == "cached"))
+    work = partial(_generate, llm, prompt_token_ids, num_tokens)
+    runs = take_turns(work, ("cached", "recomputed"), repeats, warm_ups=0)
     if len({tuple(ids) for found in runs.values() for ids, _ in found}) > 1:
         raise RuntimeError("the tokens with and without the cache differ: the cache must not change anything")
     times = {way: zip(*(seconds for _, seconds in found), strict=True) for way, found in runs.items()}
     return {"prompt_tokens": len(prompt_token_ids), **{way: list(map(min, steps)) for way, steps in times.items()}}
 
 
-def _generate(llm: LLM, prompt: list[int], num_tokens: int, use_cache: bool) -> tuple[list[int], list[float]]:
-    ids, times, cache = list(prompt), [], None
+def _generate(llm: LLM, prompt: list[int], num_tokens: int, way: str) -> tuple[list[int], list[float]]:
+    ids, times, cache, use_cache = list(prompt), [], None, way == "cached"
     for _ in range(num_tokens):
         start = synchronized_time(llm.device)
         run = ids if cache is None else ids[-1:]
@@ -73,42 +67,6 @@ def draw_recompute(times: dict) -> Picture:
         axes.fill_between(numbers, times_ms, color=colour, alpha=0.15)
     axes.set_ylim(0, 1.35e3 * max(recomputed))
     axes.legend(frameon=False, loc="upper left")
-    return finish(figure, "without a cache every step takes longer than the one before; with it all take the same time")
-
-
-def draw_phases(llm: LLM, lengths: Sequence[int]) -> Picture:
-    """Left: the time of a prefill and of one decode step. Right: the same time for each token that it processed.
-
-    The prompts of these lengths are random; the engine's own metrics say how long each phase took.
-    """
-    draw = random.Random(0)
-    params = SamplingParams(temperature=0.0, max_tokens=1 + STEPS, ignore_eos=True)
-
-    def sample(length: int) -> tuple[float, float]:
-        prompt = [draw.randrange(llm.vocab_size) for _ in range(length)]
-        metrics = llm.generate([prompt], params, use_tqdm=False)[0]["metrics"]
-        return metrics["prefill_time"], metrics["tpot"]
-
-    sample(lengths[0])  # the first run of anything is slow
-    samples = {length: [sample(length) for _ in range(3)] for length in lengths}
-    prefill, decode = (
-        {n: 1e3 * statistics.median(times[i] for times in found) for n, found in samples.items()} for i in (0, 1)
+    return Picture(
+        figure, "without a cache every step takes longer than the one before; with it all take the same time"
     )
-    figure, (whole, per_token) = new_panels(
-        10,
-        3.8,
-        {"ylabel": "ms", "title": "time of a forward pass"},
-        {"ylabel": "ms per token", "title": "time for each token in it"},
-        grid="both",
-    )
-    each = {n: ms / n for n, ms in prefill.items()}
-    words = ("prefill: all prompt tokens", "decode: one token")
-    for axes, prefills, labels in ((whole, prefill, words), (per_token, each, ("prefill", "decode"))):
-        draw_lines(axes, [(labels[0], prefills, ORANGE, "o-"), (labels[1], decode, BLUE, "s-")])
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.minorticks_off()
-        axes.set_xlabel("tokens in the prompt")
-    whole.legend(frameon=False)
-    return finish(figure, "prefill grows with the prompt, a decode step hardly; for each token, prefill is far cheaper")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.micro import with_engine
-from benchmarks.pictures.picture import ON_DARK, PALETTE, Picture, finish, new_figure
+from benchmarks.pictures.picture import ON_DARK, PALETTE, Picture, new_figure
 from beyond.scale_out import LLM, two_hosts
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
 from beyond.scale_out.unit_stages import counted_spans
@@ -73,13 +73,8 @@ def measured_row(model: str, device: str, batches: int) -> dict[str, object]:
         trace = f"{folder}/trace.jsonl"
         options = {"pipeline_parallel_size": STAGES, "num_micro_batches": batches, "trace": trace}
         samples = with_engine(partial(idle_shares, trace), make_llm, model, device, **options)
-    return {
-        "study": "measured",
-        "work": "decode",
-        "batches": batches,
-        "samples": samples,
-        "theory": idle_in_theory("decode", batches, STAGES),
-    }
+    theory = idle_in_theory("decode", batches, STAGES)
+    return {"study": "measured", "work": "decode", "batches": batches, "samples": samples, "theory": theory}
 
 
 def idle_shares(trace: str, llm: LLM) -> list[float]:
@@ -158,7 +153,7 @@ def draw(results: list[dict]) -> dict[str, Picture]:
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("time, in the time that a stage takes for a step; the numbers are those of the steps")
     figure.suptitle(title, fontsize=12)
-    return {"beyond/scale_out/stages.svg": finish(figure, title)}
+    return {"beyond/scale_out/stages.svg": Picture(figure, title)}
 
 
 if __name__ == "__main__":

@@ -64,7 +64,3 @@ def launch_costs() -> dict[str, float]:
         "Triton": per_call(lambda: add_one_kernel[(1,)](x), LAUNCHES),
         "graph": per_call(graph.replay, 10) / LAUNCHES,
     }
-
-
-def launchers(result: dict) -> list[dict]:
-    return [{"name": name, "seconds": seconds} for name, seconds in result["launches"].items()]

@@ -150,12 +150,8 @@ MATRICES = (
 )
 
 
-def time_kernels() -> dict:
-    """Every matrix in every format at every number of tokens, and attention."""
-    return {"rows": [*time_products(), *time_attention()]}
-
-
 def time_products() -> Iterator[dict]:
+    """Every matrix in every format at every number of tokens."""
     for matrix, name in itertools.product(MATRICES, COLUMNS):
         torch.manual_seed(0)
         weight = torch.randn(matrix.rows, matrix.columns, device="cuda", dtype=DTYPE) * matrix.columns**-0.5
@@ -416,23 +412,8 @@ def compare_values(theirs: dict[str, Tensor], form: str, group: int | None) -> d
 
 PARTS: dict[str, Callable[..., dict]] = {
     "bytes": count_bytes,
-    "kernels": time_kernels,
+    "kernels": lambda: {"rows": [*time_products(), *time_attention()]},
     "step": time_steps,
     "quality": rate_quality,
     "library": compare_library,
 }
-
-# ---- tables ---------------------------------------------------------------------------------------------------------
-
-
-def fits(result: dict) -> list[dict]:
-    return result["fits"]
-
-
-def ratio(row: dict, other: dict) -> float:
-    return row["seconds"] / other["seconds"]
-
-
-def perplexities(result: dict) -> str:
-    found = [row["perplexity"] for row in result["rows"] if "perplexity" in row]
-    return f"{min(found):.4f} to {max(found):.4f}"

@@ -71,15 +71,8 @@ def traced(
 
 def tight_pool(scheduler_class: type[rules.Scheduler]) -> list[dict]:
     """The steps of 16 requests of 8 in / 60 out in 40 blocks of 4."""
-    return traced(
-        [(8, 60)] * 16,
-        scheduler_class,
-        num_blocks=40,
-        block_size=4,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        enable_prefix_caching=False,
-    )
+    pool = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    return traced([(8, 60)] * 16, scheduler_class, **pool, enable_prefix_caching=False)
 
 
 def counts(records: list[dict]) -> dict[str, int]:
@@ -110,21 +103,11 @@ def draw(results: list[dict]) -> dict[str, Picture]:
 def draw_chunks(chunked: bool) -> Picture:
     """A long prompt comes while others decode: in chunks, or whole in a step of its own."""
     lengths = [(12, 40), (30, 9), (8, 25), (20, 12), (10, 33), (16, 6), (90, 14), (9, 18), (24, 10), (70, 8), (12, 20)]
-    title, tokens = (
-        ("Prompts in chunks of at most 24 tokens per step: decodes go on beside them", 24)
-        if chunked
-        else ("Whole prompts in steps of their own: every decode waits for them", 96)
-    )
-    records = traced(
-        lengths,
-        rules.Scheduler,
-        later=5,
-        num_blocks=44,
-        block_size=8,
-        max_num_seqs=6,
-        max_num_batched_tokens=tokens,
-        enable_chunked_prefill=chunked,
-    )
+    title, tokens = "Whole prompts in steps of their own: every decode waits for them", 96
+    if chunked:
+        title, tokens = "Prompts in chunks of at most 24 tokens per step: decodes go on beside them", 24
+    pool = {"num_blocks": 44, "block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": tokens}
+    records = traced(lengths, rules.Scheduler, later=5, **pool, enable_chunked_prefill=chunked)
     return timeline.draw(records, title)
 
 

@@ -29,20 +29,6 @@ COUNTERS = {
 }
 
 
-TABLES = """
-[sectors]
-corner = "kernel"
-line = "{kernel}"
-where = "kernel in VARIANTS"
-columns."MB out of the memory" = "{memory_bytes / 1e6:.1f}"
-columns."loads" = "{requests:,}"
-columns."sectors per load" = "{sectors / requests:.1f}"
-columns."of these out of L1" = "{hits / sectors:.0%}"
-columns."cycles" = "{cycles:,}"
-note = "one row of Qwen2.5-0.5B's MLP, whose weights are {weight_bytes / 1e6:.1f} MB"
-"""
-
-
 def measure() -> dict:
     """Counters of every kernel; of a kernel with two launches their sum.
 
@@ -61,19 +47,11 @@ def measure() -> dict:
         launch[names[line["Metric Name"]]] = int(line["Metric Value"].replace(",", ""))
     if not launches:
         raise ResultsError(f"ncu counted nothing: {(found.stdout + found.stderr).strip().splitlines()[-1:]}")
-    rows = [{"kernel": variant} | _sum(launches, f"{variant}_kernel") for variant in VARIANTS]
+    of = {variant: [one for one in launches.values() if f"{variant}_kernel" in one["kernel"]] for variant in VARIANTS}
     reads = [launch for launch in launches.values() if "strided_sum" in launch["kernel"]]
-    rows += [{"kernel": f"{4 * s} bytes"} | _counts(read) for s, read in zip(STRIDES, reads, strict=True)]
+    of |= {f"{4 * stride} bytes": [read] for stride, read in zip(STRIDES, reads, strict=True)}
+    rows = [{"kernel": k} | {name: sum(one[name] for one in own) for name in COUNTERS} for k, own in of.items()]
     return {"wanted_bytes": 4 * WANTED, "weight_bytes": 2 * 3 * HIDDEN * INTERMEDIATE, "rows": rows}
-
-
-def _counts(launch: dict) -> dict[str, int]:
-    return {name: launch[name] for name in COUNTERS}
-
-
-def _sum(launches: dict[int, dict], kernel: str) -> dict[str, int]:
-    found = [_counts(launch) for launch in launches.values() if kernel in launch["kernel"]]
-    return {name: sum(launch[name] for launch in found) for name in COUNTERS}
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from benchmarks.floor import ModelCost
-from benchmarks.micro import with_engine
-from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, ScriptedModelLLM, take_turns
+from benchmarks.micro import take_turns, with_engine
+from benchmarks.micro._scripted import PROMPT, RATE, ScriptedLLM, ScriptedModelLLM, time_ways
 from benchmarks.render import Record
 from benchmarks.text import medians, number
 from beyond.speculation import LLM
@@ -32,27 +32,12 @@ COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted
 
 def measure(model: str = "random:qwen2.5-0.5b") -> dict:
     """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size."""
-    rows = []
+    rows, sizes = [], {"max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": max(BATCHES)}
     for draft in DRAFTS:
-        rows += with_engine(
-            partial(measure_draft, draft),
-            ScriptedLLM,
-            model,
-            num_speculative_tokens=draft,
-            max_model_len=4096,
-            max_num_seqs=max(BATCHES),
-            enable_prefix_caching=False,
-            max_num_batched_tokens=4096,
-        )
-    found = {
-        "model": model,
-        "rate": RATE,
-        "tokens": TOKENS,
-        "repeats": REPEATS,
-        "rows": rows,
-        "text": measure_text(),
-        "tutor": measure_tutor(),
-    }
+        options = sizes | {"num_speculative_tokens": draft, "enable_prefix_caching": False}
+        rows += with_engine(partial(measure_draft, draft), ScriptedLLM, model, **options)
+    found = {"model": model, "rate": RATE, "tokens": TOKENS, "repeats": REPEATS, "rows": rows}
+    found |= {"text": measure_text(), "tutor": measure_tutor()}
     return found | ({"pair": measure_pair()} if torch.cuda.is_available() else {})
 
 
@@ -77,24 +62,19 @@ def measure_draft(draft: int, llm: ScriptedLLM) -> list[dict]:
     }
     rows = []
     for batch in BATCHES:
-        rows += take_turns(llm, batch, REPEATS, ways, draft=draft, batch=batch, prompt=PROMPT)
+        rows += time_ways(llm, batch, REPEATS, ways, draft=draft, batch=batch, prompt=PROMPT)
     return rows
 
 
 def measure_pair() -> dict:
     """One request of the large model: without drafts, with looked-up ones, and with those of the small model."""
-    limits = {
-        "num_speculative_tokens": DRAFTED,
-        "max_model_len": 2048,
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": 512,
-        "enable_prefix_caching": False,
-    }
+    limits = {"max_model_len": 2048, "max_num_batched_tokens": 512, "max_num_seqs": 1}
+    limits |= {"num_speculative_tokens": DRAFTED, "enable_prefix_caching": False}
     greedy, (model, draft_model) = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True), PAIR
 
     def work(llm: ScriptedLLM | ScriptedModelLLM) -> dict:
         ways = {rate: (partial(llm.script, rate), greedy) for rate in (None, RATE, HALF)}
-        return {"rows": take_turns(llm, 1, REPEATS, ways, drafts=llm.options.speculation)}
+        return {"rows": time_ways(llm, 1, REPEATS, ways, drafts=llm.options.speculation)}
 
     looked_up = with_engine(work, ScriptedLLM, model, **limits)
     drafted = with_engine(work, ScriptedModelLLM, model, draft_model=draft_model, **limits)
@@ -130,26 +110,23 @@ def measure_tutor() -> dict[str, list[float]]:
     They hardly repeat themselves, and on a GPU such a step is short: what the host does for drafts shows.
     """
     questions = [[{"role": "user", "content": entry["question"]}] for entry in read_faq()[:QUESTIONS]]
-    found: dict[str, list[float]] = {"off": [], "ngram": []}
 
-    def ask(*engines: LLM) -> None:
-        for _ in range(REPEATS + 1):
-            for llm in engines:
-                answers = [llm.chat(question, GREEDY)[0] for question in questions]
-                found[llm.options.speculation].append(statistics.median(a["metrics"]["tpot"] for a in answers))
+    def ask(llm: LLM) -> float:
+        return statistics.median(llm.chat(question, GREEDY)[0]["metrics"]["tpot"] for question in questions)
 
     tutor = partial(LLM, "tutor", max_num_seqs=8, num_kvcache_blocks=64)  # two of them at the same time
-    with_engine(lambda off: with_engine(partial(ask, off), tutor, speculation="ngram"), tutor, speculation="off")
-    return {kind: seconds[1:] for kind, seconds in found.items()}  # the first is the warm-up
+
+    def both(off: LLM, ngram: LLM) -> dict[str, list[float]]:
+        return take_turns(lambda kind: ask(off if kind == "off" else ngram), ("off", "ngram"), REPEATS)
+
+    return with_engine(
+        lambda off: with_engine(partial(both, off), tutor, speculation="ngram"), tutor, speculation="off"
+    )
 
 
 def medians_of(result: dict) -> dict[tuple[str, int, int], float]:
     """(way, drafted tokens, requests) -> median seconds per token."""
     return medians(result["rows"], "way", "draft", "batch")
-
-
-def drafts_of(result: dict) -> list[int]:
-    return sorted({row["draft"] for row in result["rows"]})
 
 
 def break_even(result: dict, draft: int) -> dict[int, float]:
@@ -163,20 +140,6 @@ def most_extra(result: dict, way: str, before: str) -> float:
     """% of the time per token that one way takes more than another, the most of all requests and drafts."""
     found = medians_of(result)
     return max(100 * (seconds / found[before, *key] - 1) for (name, *key), seconds in found.items() if name == way)
-
-
-def by_load(result: dict) -> list[Record]:
-    """Time per token by number of requests: without drafts, and with drafts of each length."""
-    found, lengths = medians_of(result), drafts_of(result)
-    return [
-        {"batch": n, "plain": 1e3 * found["plain", lengths[0], n], "draft": k, "ms": 1e3 * found["accepted", k, n]}
-        for n in break_even(result, lengths[0])
-        for k in lengths
-    ]
-
-
-def texts(result: dict) -> list[Record]:
-    return result["text"]
 
 
 def cost(result: dict) -> str:
@@ -211,19 +174,21 @@ def pairs(result: dict) -> list[Record]:
     return rows
 
 
-def gains(result: dict) -> list[Record]:
-    """How many times stage F's speed drafts give, and how many of a draft's tokens must be right, by requests."""
-    found = medians_of(result)
-    return [
-        {"draft": k, "batch": n, "gain": found["plain", k, n] / found["accepted", k, n], "need": need}
-        for k in drafts_of(result)
-        for n, need in break_even(result, k).items()
-    ]
+def by_load(result: dict) -> list[Record]:
+    """By drafted tokens and requests: ms per token, × stage F's speed, and how many of a draft must be right."""
+    found, lengths = medians_of(result), sorted({row["draft"] for row in result["rows"]})
+    rows = []
+    for k in lengths:
+        for n, need in break_even(result, k).items():
+            plain, accepted = found["plain", k, n], found["accepted", k, n]
+            times_ms = {"plain": 1e3 * found["plain", lengths[0], n], "ms": 1e3 * accepted}
+            rows.append({"draft": k, "batch": n, **times_ms, "gain": plain / accepted, "need": need})
+    return rows
 
 
 def headline(result: dict) -> str:
     """What is to be seen: the gain of one request, and of the most."""
-    found = gains(result)
+    found = by_load(result)
     few, many = (
         max(row["gain"] for row in found if row["batch"] == n) for n in (found[0]["batch"], found[-1]["batch"])
     )

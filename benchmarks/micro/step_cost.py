@@ -104,13 +104,3 @@ def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, objec
 
     samples = [seconds / steps for seconds in call_seconds(run, torch.device("cpu"), repeats, warm_up=0)]
     return {"sequences": num_sequences, "samples": samples}
-
-
-TABLES = """
-[step-cost]
-corner = "running sequences"
-line = "{sequences}"
-columns."µs per step" = "{us:.0f}"
-columns.least = "{1e6 * min(samples):.0f}"
-columns.most = "{1e6 * max(samples):.0f}"
-"""

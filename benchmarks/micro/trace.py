@@ -71,21 +71,8 @@ def record_prefill(name: str, llm: StageE, prompt_tokens: int) -> Recording:
     return record(name, run, llm.device, 1)
 
 
-PARTS = (
-    "QKV",
-    "attention",
-    "output",
-    "gate-up",
-    "down",
-    "norm, rotation, SiLU",
-    "all-reduce",
-    "LM head",
-    "sampling",
-    "copies",
-    "megakernel",
-    "between kernels",
-    "waiting for the CPU",
-)
+PARTS = ("QKV", "attention", "output", "gate-up", "down", "norm, rotation, SiLU", "all-reduce", "LM head", "sampling")
+PARTS += ("copies", "megakernel", "between kernels", "waiting for the CPU")
 # How the figure groups them; the last group is time in which no kernel runs.
 GROUPS = {
     "attention, its products": ("QKV", "attention", "output"),
@@ -199,18 +186,10 @@ def measure(part: str = "kernels", model: str = "random:qwen2.5-0.5b", ranks: tu
         raise ValueError(f"trace has the parts operators and, on an NVIDIA GPU, kernels; got part={part}")
     recordings = []
     several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, ("decode",)) for size in ranks]
+    options = {"device": "cuda", "max_num_seqs": max(REQUESTS), "num_kvcache_blocks": 16 * max(REQUESTS) + 64}
+    options |= {"max_model_len": 2048, "enable_prefix_caching": False}
     for name, engine, switches, kinds in (*ENGINES, *several):
-        recordings += with_engine(
-            partial(record_all, name, kinds),
-            engine,
-            model,
-            device="cuda",
-            num_kvcache_blocks=16 * max(REQUESTS) + 64,
-            max_num_seqs=max(REQUESTS),
-            max_model_len=2048,
-            enable_prefix_caching=False,
-            **switches,
-        )
+        recordings += with_engine(partial(record_all, name, kinds), engine, model, **options, **switches)
     return {"part": part, "model": model, "rows": to_rows(recordings)}
 
 
@@ -245,15 +224,10 @@ def profiled(llm: StageD) -> dict:
                 llm.step()
     averages = sorted(profiler.key_averages(), key=lambda average: -average.self_cpu_time_total)
     [steps] = [a for a in averages if a.key == "step"]
-    rows = [
-        {
-            "name": a.key.removeprefix("aten::"),
-            "calls": a.count / PROFILED_STEPS,
-            "self_us": a.self_cpu_time_total / PROFILED_STEPS,
-        }
-        for a in averages
-        if a.key.startswith(("aten::", "six_engines::"))
-    ]
+    rows = []
+    for a in (a for a in averages if a.key.startswith(("aten::", "six_engines::"))):
+        times = {"calls": a.count / PROFILED_STEPS, "self_us": a.self_cpu_time_total / PROFILED_STEPS}
+        rows.append({"name": a.key.removeprefix("aten::"), **times})
     return {"step_us": steps.cpu_time_total / PROFILED_STEPS, "rows": rows}
 
 

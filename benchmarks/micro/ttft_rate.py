@@ -55,15 +55,8 @@ def measure(
                 for name, url in urls.items():
                     row = {"engine": name, "share": share, "rate": share * capacity, "repeat": repeat}
                     rows.append(row | load(url, *work, share * capacity, repeat))
-    return {
-        "model": model,
-        "slots": slots,
-        "requests": requests,
-        "input_len": input_len,
-        "longest": longest,
-        "capacity": capacity,
-        "rows": rows,
-    }
+    what = {"slots": slots, "requests": requests, "input_len": input_len, "longest": longest, "capacity": capacity}
+    return {"model": model, **what, "rows": rows}
 
 
 def load(url: str, count: int, input_len: int, longest: int, rate: float, seed: int) -> dict:
@@ -88,45 +81,33 @@ def load(url: str, count: int, input_len: int, longest: int, rate: float, seed: 
     }
 
 
-def times(result: dict, figure: str) -> dict[tuple[float, str], list[float]]:
-    """The times of all requests of all repeats, by rate and engine."""
-    found: dict[tuple[float, str], list[float]] = {}
-    for row in result["rows"]:
-        found.setdefault((row["rate"], row["engine"]), []).extend(row[figure])
-    return found
-
-
 def waits(result: dict) -> list[dict]:
-    """The times of all requests of all repeats, by rate and engine."""
-    tpot = times(result, "tpot_ms")
-    return [
-        {"rate": rate, "engine": engine, "ttft": ttft, "tpot": tpot[rate, engine]}
-        for (rate, engine), ttft in times(result, "ttft_ms").items()
-    ]
-
-
-def engines_of(result: dict) -> list[str]:
-    """The two engines of a comparison, E first."""
-    return list(dict.fromkeys(row["engine"] for row in result["rows"]))
+    """The times of all requests of all repeats, by rate and engine: E, then the other one."""
+    found: dict[tuple[float, str], dict] = {}
+    for row in result["rows"]:
+        rate, engine = row["rate"], row["engine"]
+        own = found.setdefault((rate, engine), {"rate": rate, "engine": engine, "ttft": [], "tpot": []})
+        own["ttft"] += row["ttft_ms"]
+        own["tpot"] += row["tpot_ms"]
+    return list(found.values())
 
 
 def percentiles(result: dict) -> list[dict]:
     """TTFT's p99 and its median, by engine and rate."""
-    found, engines = waits(result), engines_of(result)
+    found = waits(result)
     return [
-        {"engine": engine, "share": name, "rate": row["rate"], "ms": percentile(row["ttft"], of)}
-        for engine in engines
+        {"engine": first["engine"], "share": name, "rate": row["rate"], "ms": percentile(row["ttft"], of)}
+        for first in found[:2]
         for of, name in ((99, "p99"), (50, "median"))
         for row in found
-        if row["engine"] == engine
+        if row["engine"] == first["engine"]
     ]
 
 
 def title(result: dict) -> str:
     """What is to be seen: the ratio of the two engines' p99 over the rates."""
-    ours, other = engines_of(result)
-    p99 = {key: percentile(each, 99) for key, each in times(result, "ttft_ms").items()}
-    ratios = [p99[rate, other] / p99[rate, ours] for rate, engine in p99 if engine == ours]
-    if other == "F":
+    p99 = [percentile(row["ttft"], 99) for row in waits(result)]
+    ratios = [other / ours for ours, other in zip(p99[::2], p99[1::2], strict=True)]
+    if waits(result)[1]["engine"] == "F":
         return f"With stage E TTFT's p99 is {1 / max(ratios):.1f} to {1 / min(ratios):.1f} × as long as with F"
     return f"With static admission TTFT's p99 is {min(ratios):.1f} to {max(ratios):.1f} × as long"

@@ -125,11 +125,6 @@ def waterfall(row: dict) -> dict[str, float]:
     return {**row["parts"], "idle": max(0.0, step - sum(row["parts"].values()))}
 
 
-def parts_of_rows(result: dict) -> list[dict]:
-    parts = [(row["engine"], *part) for row in result["rows"] for part in waterfall(row).items()]
-    return [dict(zip(("engine", "part", "us"), own, strict=True)) for own in parts]
-
-
 def headline(result: dict) -> str:
     found = {row["engine"]: waterfall(row) for row in result["rows"]}
     first, *_, fastest = sorted(found, key=lambda name: -sum(found[name].values()))

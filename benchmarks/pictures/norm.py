@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.pictures.picture import BLUE, ORANGE, Picture, finish, new_panels
+from benchmarks.pictures.picture import BLUE, ORANGE, Picture, new_panels
 from stage_d_paged import LLM
 from stage_d_paged.layers import RMSNorm
 
@@ -27,4 +27,4 @@ def draw_norm() -> Picture:
     axes.plot(after[:count], "s-", color=BLUE, label="RMSNorm(x)")
     axes.set(xticks=range(count), ylim=0)
     axes.legend(frameon=False)
-    return finish(figure, "root mean square of the residual stream before and after the norm of every layer")
+    return Picture(figure, "root mean square of the residual stream before and after the norm of every layer")

@@ -1,4 +1,4 @@
-"""A drawn figure as a value, the plots that studies declare, and the panels, bars and boxes of other figures.
+"""A drawn figure as a value, the plots that studies declare, and the panels and bars of other figures.
 
 A file is an SVG whose text is text and whose colours follow the reader's (light or dark); a notebook shows a PNG.
 """
@@ -15,9 +15,7 @@ from xml.sax.saxutils import escape
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from benchmarks.render import Chosen, Record, write
 
@@ -27,7 +25,7 @@ SKY, PINK, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"
 STAGES = {"A": ORANGE, "B": SKY, "C": GREEN, "D": YELLOW, "E": BLUE, "F": RED}  # the same in all pictures
 PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)  # for things that have no colour of their own
 FAINT = "#99999955"  # what is idle or waits
-ON_DARK, ON_LIGHT = "#fefefe", "#111111"  # text on something coloured: the same in light and dark
+ON_DARK = "#fefefe"  # text on something coloured: the same in light and dark
 # Black and white are the reader's: in a file they are names, which have other values where the reader's page is dark.
 INK = """<style>
 svg { --ink: #1f2328; --ground: #ffffff; fill: var(--ink) } text { fill: var(--ink) }
@@ -80,10 +78,6 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def finish(figure: Figure, text: str) -> Picture:
-    return Picture(figure, text)
-
-
 def plain(axes: Axes, grid: str = "y") -> None:
     """No frame at the top and right, and faint lines along an axis, both of them ("both") or none ("")."""
     axes.spines[["top", "right"]].set_visible(False)
@@ -118,33 +112,6 @@ def new_panel(
     """A figure with a single plain panel and its labels."""
     figure, [axes] = new_panels(width, height, {"xlabel": x, "ylabel": y}, title=title, grid=grid)
     return figure, axes
-
-
-def new_canvas(width: float, height: float, **limits: object) -> tuple[Figure, Axes]:
-    """A figure to draw on freely: without axes, with the limits that `Axes.set` is given."""
-    figure = new_figure(width, height)
-    axes = figure.subplots()
-    axes.set(**limits)
-    axes.axis("off")
-    return figure, axes
-
-
-def draw_box(
-    axes: Axes,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    text: str = "",
-    size: float | None = None,
-    **look: object,
-) -> None:
-    """A rectangle with a text in its middle; `look` is what `Rectangle` is given."""
-    axes.add_patch(Rectangle((x, y), width, height, **look))
-    red, green, blue = to_rgb(look.get("facecolor", "white"))
-    darkness = look.get("alpha", 1) * (1 - 0.3 * red - 0.59 * green - 0.11 * blue)
-    ink = "black" if look.get("facecolor", "white") == "white" else ON_DARK if darkness > 0.6 else ON_LIGHT
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=ink)
 
 
 Line = tuple[str, Mapping[float, float], str, str]  # label, y by x, colour, marker and line as `Axes.plot` has them
@@ -260,8 +227,8 @@ COLOURS = {name: value for name, value in globals().items() if isinstance(value,
 
 
 def pictures(study: ModuleType, results: list[dict]) -> dict[str, Picture]:
-    """The pictures that a study declares, by their files."""
-    found = {}
+    """The pictures that a study declares or draws itself, by their files."""
+    found = study.draw(results) if results and hasattr(study, "draw") else {}
     for path, panels in Plot.read(study, "PICTURES").items():
         own = eval(panels[0].files, {"results": panels[0].of_part(results)})
         if own:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.floor import ModelCost
 from benchmarks.groups import Group
-from benchmarks.pictures.picture import GREY, STAGES, Picture, draw_bars, finish, new_figure, new_panel, plain
+from benchmarks.pictures.picture import GREY, STAGES, Picture, draw_bars, new_figure, new_panel, plain
 from benchmarks.tables import BEFORE, LOAD, STEP, Column, front_rows
 from benchmarks.text import number, times
 from benchmarks.workloads import make_workload
@@ -38,7 +38,7 @@ def plot_rates(group: Group) -> Picture | None:
         first, *_, last = [engine for engine in found if colour_of(engine) != PEER_COLOUR] * 2
         findings.append(f"{last} makes {times(found[last] / found[first])} the tokens of {first} {words}")
     figure.suptitle(f"{group.model} on {group.device}:\n{', '.join(findings)}", fontsize=12)
-    return finish(figure, "output tokens per second of every engine")
+    return Picture(figure, "output tokens per second of every engine")
 
 
 def rates(group: Group, column: Column) -> dict[str, float]:
@@ -122,4 +122,4 @@ def draw_roofline(group: Group) -> Picture | None:
     write(f"arithmetic: {arithmetic:.3g} TFLOP/s", ridge, arithmetic, (0, 8), fontsize=9)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
-    return finish(figure, "each stage's decode and prefill under the roof of bandwidth and arithmetic")
+    return Picture(figure, "each stage's decode and prefill under the roof of bandwidth and arithmetic")

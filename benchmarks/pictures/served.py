@@ -1,4 +1,4 @@
-"""What the clients of a server see: when each token arrives, and the live page of `beyond/serving` in a browser.
+"""The live page of `beyond/serving` in a browser.
 
 python -m benchmarks.pictures.served        # draw the lesson's figure of the page; needs Playwright and Chromium
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from benchmarks.local_server import local_server
-from benchmarks.pictures.picture import BLUE, GREY, Picture, finish, new_panel
+from benchmarks.pictures.picture import Picture
 from benchmarks.results import ROOT
-from benchmarks.serve import Answer
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome") if find_spec("playwright") else ()
@@ -22,18 +21,6 @@ CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)  # None: there 
 OPTIONS = ("--max-num-seqs", "6", "--max-num-batched-tokens", "64", "--num-kvcache-blocks", "96", "--device", "cpu")
 QUESTION = "What is the difference between prefill and decode, and why is one of them bound by memory bandwidth?"
 FIELDS = {"#question": QUESTION, "#answers": "9", "#temperature": "0.2", "#most-tokens": "48"}
-
-
-def draw_arrivals(answers: Sequence[Answer], title: str) -> Picture:
-    """A row per request: a grey line while it waits for its first token, then a mark for every event that arrives."""
-    start = min(answer.sent for answer in answers)
-    figure, axes = new_panel(9, 1.3 + 0.17 * len(answers), "seconds", "request", title, grid="x")
-    for row, answer in enumerate(answers):
-        first, *_ = answer.arrivals
-        axes.plot([answer.sent - start, first - start], [row, row], color=GREY, linewidth=2)
-        axes.plot([at - start for at in answer.arrivals], [row] * len(answer.arrivals), "|", color=BLUE, markersize=7)
-    axes.invert_yaxis()
-    return finish(figure, f"when the tokens of {len(answers)} requests arrived: {title}")
 
 
 async def watch(moments: Mapping[str, int]) -> dict[str, Picture]:

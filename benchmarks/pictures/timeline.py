@@ -1,7 +1,5 @@
 """Pictures of a scheduler's trace: who ran when, how each step's tokens were shared out, how full the pool was.
 
-Static and continuous batching are side by side in them, and what a long prompt does to the others' pace.
-
 python -m stage_e_batching --trace trace.jsonl
 python -m benchmarks.pictures.timeline trace.jsonl timeline.png
 """
@@ -19,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.pictures.picture import BLUE, FAINT, GREY, ORANGE, Picture, finish, new_figure, new_panel, plain
+from benchmarks.pictures.picture import FAINT, GREY, Picture, new_figure, plain
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PREFILL, DECODE, WAIT, PREEMPT, PADDING = "#d95f02", "#1b9e77", FAINT, "#b2182b", "#f4a6b8"
@@ -50,7 +48,7 @@ def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "") -> Picture:
     panels[-1].set_xlabel("step")
     figure.legend(handles=handles, **LEGEND)
     figure.suptitle(title, fontsize=12)
-    return finish(figure, "what each request does in every step: " + "; ".join(runs))
+    return Picture(figure, "what each request does in every step: " + "; ".join(runs))
 
 
 def draw(records: Sequence[dict], title: str = "") -> Picture:
@@ -68,7 +66,7 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
     pool.step(range(len(records)), [record["used_blocks"] for record in records], where="post", color=GREY)
     pool.axhline(records[0]["num_blocks"], color=PREEMPT, linestyle=":", linewidth=1)
     pool.set(ylim=0, ylabel="blocks in use", xlabel="step")
-    return finish(figure, "which request ran in which step, tokens per step, blocks in use")
+    return Picture(figure, "which request ran in which step, tokens per step, blocks in use")
 
 
 def draw_lanes(axes: Axes, records: Sequence[dict]) -> list[Patch | Line2D]:
@@ -115,34 +113,6 @@ def with_padding(records: list[dict]) -> list[dict]:
         batch = set(record["admitted"]) or batch
         record["padding"] = sorted(batch - {entry["id"] for entry in record["sequences"]})
     return records
-
-
-def draw_batches(runs: Mapping[str, list[dict]]) -> Picture:
-    """A panel per run, on one axis of steps: what every request did in every step, and how many rows were idle."""
-    named = {}
-    for name, records in runs.items():
-        rows = sum(len(record["sequences"]) + len(record.get("padding", ())) for record in records)
-        live = sum(len(record["sequences"]) for record in records)
-        named[f"{name}: {len(records)} steps, {1 - live / rows:.0%} of rows idle"] = records
-    return draw_panels(named)
-
-
-def draw_token_gaps(runs: Mapping[str, list[dict]], request: int) -> Picture:
-    """The time between two tokens of one request, while a long prompt comes in."""
-    ms = f"ms between two tokens\nof request {request}"
-    figure, axes = new_panel(8.4, 3.4, f"ms since the first token of request {request}", ms)
-    for (name, records), colour, look in zip(runs.items(), (ORANGE, BLUE), ("s-", "o-"), strict=False):
-        ends = [
-            1e3 * record["end"]
-            for record in records
-            if any(entry["id"] == request and entry["samples"] for entry in record["sequences"])
-        ]
-        gaps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-        when, label = [end - ends[0] for end in ends[1:]], f"{name}: longest {max(gaps):.0f} ms"
-        axes.plot(when, gaps, look, color=colour, linewidth=1, markersize=4, label=label)
-    axes.set_ylim(0)
-    axes.legend(frameon=False)
-    return finish(figure, "the time between two tokens of one request while another one's long prompt is prefilled")
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from benchmarks.pictures.picture import PALETTE, Picture, draw_box, finish, new_figure
+from benchmarks.pictures.picture import PALETTE, Picture, new_figure
+from figures.canvas import draw_box
 from stage_a_naive.checkpoints.checkpoint import TensorSource
 from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
@@ -90,7 +91,7 @@ def draw_split(parts: list[Part]) -> Picture:
     """The matrices of one layer and the embedding, each region in its rank's colour; lengths are roots of sizes."""
     figure = new_figure(10, 3.1)
     _draw_matrices(figure.subplots(), parts)
-    return finish(figure, f"the matrices of a layer and which of {1 + parts[-1].rank} ranks holds which part")
+    return Picture(figure, f"the matrices of a layer and which of {1 + parts[-1].rank} ranks holds which part")
 
 
 def _draw_matrices(axes: Axes, parts: list[Part]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from benchmarks.engines import ENGINES
 from benchmarks.measure import close
-from benchmarks.pictures.picture import STAGES, Picture, draw_bars, finish, new_panels
+from benchmarks.pictures.picture import STAGES, Picture, draw_bars, new_panels
 from benchmarks.text import number
 from stage_a_naive import SamplingParams
 from stage_c_fused_mlp.extension import ExtensionError, plan
@@ -65,4 +65,4 @@ def draw_stages(runs: dict[str, StageRun]) -> Picture:
         values = [getattr(run, figure_of) for run in runs.values()]
         bars, look = [(None, values, colours)], {"edgecolor": "black", "linewidth": 0.6, "height": 0.65}
         draw_bars(axes, names, bars, list(map(number, values)), 1.2, **look)
-    return finish(figure, "the time of a token for one request, and tokens per second for many, by stage")
+    return Picture(figure, "the time of a token for one request, and tokens per second for many, by stage")

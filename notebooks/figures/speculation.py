@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.pictures.picture import GREEN, GREY, Picture, finish, new_canvas
+from benchmarks.pictures.picture import GREEN, GREY, Picture
 from beyond.speculation import LLM
+from figures.canvas import new_canvas
 from stage_a_naive.chat import render_chat
 from stage_a_naive.sampling import SamplingParams
 
@@ -63,4 +64,4 @@ def draw_tokens(steps: list[Step]) -> Picture:
         axes.text(column_of, line_of, text, family="monospace", fontsize=9.2, va="center")
     right, tokens = sum(step.num_right for step in steps), sum(len(step.pieces) for step in steps)
     axes.set_title(f"{right} of {tokens} tokens were guessed (green): {len(steps)} steps", fontsize=11, loc="left")
-    return finish(figure, "an answer, with the tokens that were guessed right in colour")
+    return Picture(figure, "an answer, with the tokens that were guessed right in colour")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture, draw_box, finish, new_canvas
+from benchmarks.pictures.picture import BLUE, GREY, PALETTE, Picture
+from figures.canvas import draw_box, new_canvas
 from stage_a_naive import SamplingParams
 from stage_a_naive.contract.outputs import Completion, Request
 from stage_d_paged.block_manager import BlockManager
@@ -60,4 +61,4 @@ def draw_pool(sequences: Mapping[str, Sequence], manager: BlockManager, title: s
         text = f"{name}: {s.num_computed_tokens} tokens, block table {s.block_table}"
         axes.text(0, below + 0.55 * i, text, fontsize=9, va="center", color=colour[name], fontweight="bold")
     axes.set_title(title, fontsize=12, loc="left")
-    return finish(figure, f"{manager.num_blocks} blocks of {size} slots and the sequences that hold them")
+    return Picture(figure, f"{manager.num_blocks} blocks of {size} slots and the sequences that hold them")
