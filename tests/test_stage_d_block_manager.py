@@ -8,10 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stage_d_paged import block_manager as block_manager_module
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import memory_report
-from stage_d_paged.sequence import Sequence
+from stage_d_paged.sequence import Sequence, pack
 
 pytestmark = pytest.mark.fast
 
@@ -45,35 +44,12 @@ def test_a_full_block_stays_cached_after_its_sequence_until_it_is_handed_out_aga
     assert manager.count_cached_tokens(make(list(range(6)))) == 0
 
 
-def test_the_token_after_a_full_block_goes_into_a_new_block():
-    manager = BlockManager(10, 4)
-    sequence = admit(manager, [1, 2, 3])
-    sequence.token_ids.append(4)
-    assert manager.append(sequence) and len(sequence.block_table) == 1
-    sequence.token_ids.append(5)
-    assert manager.append(sequence) and len(sequence.block_table) == 2
-
-
-def test_an_allocation_that_does_not_fit_changes_nothing():
-    manager = BlockManager(4, 4)
-    first = admit(manager, list(range(8)))
-    too_long = make([*range(8), *range(100, 112)])  # shares 2 blocks, needs 3 more, 2 are free
-    assert not manager.allocate(too_long, len(too_long))
-    assert too_long.block_table == [] and too_long.num_computed_tokens == 0
-    manager.check_invariants([first])
-
-
-def test_the_watermark_keeps_blocks_free():
+def test_the_watermark_keeps_blocks_free_and_revived_blocks_count_as_taken_from_them():
     manager = BlockManager(4, 4)
     assert not manager.allocate(make([1] * 12), 12, watermark=2)
-    assert manager.allocate(make([1] * 8), 8, watermark=2)
-
-
-def test_revived_blocks_count_as_taken_from_the_free_ones():
-    manager = BlockManager(3, 4)
     manager.free(admit(manager, list(range(8))))
-    assert not manager.allocate(make([*range(8), 99]), 9, watermark=1)
-    assert manager.allocate(make([*range(8), 99]), 9)
+    assert not manager.allocate(make([*range(8), 99]), 9, watermark=2)
+    assert manager.allocate(make([*range(8), 99]), 9, watermark=1)
 
 
 def test_a_fully_cached_prompt_still_recomputes_its_last_block():
@@ -124,6 +100,14 @@ def test_blocks_without_content_go_first_then_the_least_recently_freed():
     manager.check_invariants([taker])
 
 
+def test_a_freed_block_without_content_goes_before_the_cached_ones_that_were_freed_earlier():
+    manager = BlockManager(3, 4)
+    manager.free(admit(manager, [1, 2, 3, 4]))  # a full block
+    manager.free(admit(manager, [5, 6]))  # a part of one, freed later
+    admit(manager, list(range(50, 58)))
+    assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4
+
+
 def test_a_prefix_outlives_its_continuation():
     manager = BlockManager(4, 2)
     manager.free(admit(manager, [1, 2, 3, 4, 5, 6, 7, 8]))
@@ -139,14 +123,20 @@ def test_equal_blocks_after_different_prefixes_are_different():
     assert manager.count_cached_tokens(make([2, 2, 5, 6, 0])) == 2
 
 
-def test_a_hash_collision_is_not_a_hit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(block_manager_module, "block_key", lambda parent_key, tokens: 42)
+def test_a_hash_collision_is_not_a_hit():
+    def colliding(tokens: list[int]) -> Sequence:
+        sequence = make(tokens)
+        sequence.block_keys = [(42, pack(tokens[i : i + 2])) for i in range(0, len(tokens) - 1, 2)]
+        return sequence
+
     manager = BlockManager(20, 2)
-    admit(manager, [1, 1, 5, 6])
-    admit(manager, [2, 2, 7, 8])
-    assert manager.count_cached_tokens(make([1, 1, 5, 6, 0])) == 4
-    assert manager.count_cached_tokens(make([2, 2, 5, 6, 0])) == 2  # the prefix decides, not the tokens alone
-    assert manager.count_cached_tokens(make([3, 3, 5, 6, 0])) == 0
+    for tokens in ([1, 1, 5, 6], [2, 2, 7, 8]):
+        sequence = colliding(tokens)
+        assert manager.allocate(sequence, 4)
+        run(manager, sequence)
+    assert manager.count_cached_tokens(colliding([1, 1, 5, 6, 0])) == 4
+    assert manager.count_cached_tokens(colliding([2, 2, 5, 6, 0])) == 2  # the prefix decides, not the tokens alone
+    assert manager.count_cached_tokens(colliding([3, 3, 5, 6, 0])) == 0
 
 
 def test_generated_tokens_are_cached_too():
@@ -268,11 +258,3 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 TestBlockManagerInAnyOrder = BlockManagerMachine.TestCase
 TestBlockManagerInAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_freed_block_without_content_goes_before_the_cached_ones_that_were_freed_earlier():
-    manager = BlockManager(3, 4)
-    manager.free(admit(manager, [1, 2, 3, 4]))  # a full block
-    manager.free(admit(manager, [5, 6]))  # a part of one, freed later
-    admit(manager, list(range(50, 58)))
-    assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4

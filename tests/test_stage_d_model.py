@@ -9,11 +9,12 @@ import pytest
 import torch
 from fake_model import completion_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stage_a_naive.checkpoints.loading import ModelSource, load_hf_model, resolve
 from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.batch import Chunk, flat_batch, upload
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.config import ModelConfig
@@ -99,6 +100,7 @@ def assert_equal(logits: Tensor, reference: AutoModelForCausalLM, ids: list[int]
 @pytest.mark.parametrize("model", ["tutor", *FAMILIES, *REAL])
 def test_logits_of_a_batch_equal_transformers(tmp_path: Path, model: str):
     reference, runtime = load_both(tmp_path, model)
+    assert (runtime.model.lm_head is runtime.model.embed_tokens) == runtime.config.tie_word_embeddings
     stepper = Stepper(runtime)
     prompts = [prompt(length, runtime.config.vocab_size, seed=length) for length in (37, 5, 50)]
     logits = stepper.step(*((stepper.sequence(ids), len(ids)) for ids in prompts))
@@ -117,14 +119,6 @@ def test_prefill_in_pieces_and_decode_equal_one_pass(tmp_path: Path, family: str
     three = stepper.step((b, 1), (a, 22))
     assert_equal(torch.cat([one, two[:1], three[1:]]), reference, long)
     assert_equal(torch.cat([two[1:], three[:1]]), reference, short)
-
-
-def test_bfloat16_stays_close_to_transformers(tmp_path: Path):
-    reference, runtime = load_both(tmp_path, "qwen3-tiny", torch.bfloat16)
-    stepper = Stepper(runtime)
-    ids = prompt(30)
-    logits, expected = stepper.step((stepper.sequence(ids), 30)).float(), reference_logits(reference, ids).float()
-    assert (logits - expected).abs().mean() < 0.02 * expected.abs().mean()
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 256])
@@ -166,12 +160,34 @@ def test_two_identical_prompts_in_one_step_share_blocks_and_are_both_right(tmp_p
     assert_equal(logits[40:], reference, ids, first=32)
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 def test_llama3_scaling_equals_transformers():
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
     config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
     torch.testing.assert_close(rotary_frequencies(ModelConfig.from_hf(config)), expected, rtol=1e-6, atol=0)
+
+
+def test_swish_is_another_name_of_silu():
+    swish, silu = (Qwen2Config(rope_parameters=ROPE, hidden_act=name) for name in ("swish", "silu"))
+    assert ModelConfig.from_hf(swish) == ModelConfig.from_hf(silu)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Qwen2Config(rope_parameters=ROPE, hidden_act="gelu"), "activation 'gelu'"),
+        (LlamaConfig(rope_parameters=ROPE, attention_bias=True), "attention_bias"),
+        (LlamaConfig(rope_parameters=ROPE, mlp_bias=True), "mlp_bias"),
+        (LlamaConfig(rope_parameters=ROPE | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+    ],
+)
+def test_what_the_model_does_not_implement_is_refused(config: PretrainedConfig, message: str):
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_hf(config)
 
 
 def test_far_positions_keep_their_angle():
@@ -190,11 +206,7 @@ def test_the_norm_does_not_lose_small_or_large_rows_in_bfloat16():
     assert (norm(x) - 1).abs().max() < 0.02
 
 
-def test_every_layer_has_blocks_of_its_own(tmp_path: Path):
+def test_a_pool_takes_the_bytes_of_its_tokens(tmp_path: Path):
     _, runtime = load_both(tmp_path, "qwen2-tiny")
     pool = runtime.make_pool(3)
-    config = runtime.config
-    assert pool.tensor.shape == (2, config.num_layers, 3, runtime.block_size, config.num_kv_heads, config.head_dim)
-    assert pool.num_bytes == 3 * runtime.block_size * runtime.bytes_per_token
-    pool.layers[1][0].fill_(5)
-    assert pool.tensor[0, 1].eq(5).all() and pool.tensor[0, 0].eq(0).all() and pool.tensor[1].eq(0).all()
+    assert pool.num_bytes == pool.tensor.nbytes == 3 * runtime.block_size * runtime.bytes_per_token
