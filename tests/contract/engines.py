@@ -95,31 +95,13 @@ ENGINES = [
     row("f", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows"),
     row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", without="overlap"),
     row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", prepare=record),
-    row("8 bits", "beyond.quantization", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
-    row("guesses", "beyond.speculation", BATCHING, *ALONE, "penalty rows", speculation="ngram"),
-    row(
-        "guesses, recorded", "beyond.speculation", BATCHING, *ALONE, "penalty rows", prepare=record, speculation="ngram"
-    ),
-    row(
-        "guesses, no overlap",
-        "beyond.speculation",
-        BATCHING,
-        *ALONE,
-        "penalty rows",
-        without="overlap",
-        speculation="ngram",
-    ),
-    row(
-        "guesses of a model",
-        "beyond.speculation",
-        BATCHING,
-        *ALONE,
-        "penalty rows",
-        speculation="model",
-        draft_model=MODEL,
-    ),
+    row("8 bits", "beyond", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
+    row("guesses", "beyond", BATCHING, *ALONE, "penalty rows", speculation="ngram"),
+    row("guesses, recorded", "beyond", BATCHING, *ALONE, "penalty rows", prepare=record, speculation="ngram"),
+    row("guesses, no overlap", "beyond", BATCHING, *ALONE, "penalty rows", without="overlap", speculation="ngram"),
+    row("guesses of a model", "beyond", BATCHING, *ALONE, "penalty rows", speculation="model", draft_model=MODEL),
     row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
-    row("two stages", "beyond.scale_out", BATCHING, "exact", "penalty rows", pipeline_parallel_size=2),
+    row("two stages", "beyond", BATCHING, "exact", "penalty rows", pipeline_parallel_size=2),
 ]
 PACKAGES = list(dict.fromkeys(engine.package for engine in ENGINES))
 PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in engine.has))
@@ -127,7 +109,7 @@ PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in eng
 
 def options_class(package: str) -> type:
     """The dataclass of an engine's options, from stage D on."""
-    module = importlib.import_module(f"{package.partition('.')[0]}.options")  # the packages of `beyond` have one engine
+    module = importlib.import_module(f"{package}.options")
     [found] = [v for v in vars(module).values() if is_dataclass(v) and v.__module__ == module.__name__]
     return found
 
