@@ -125,12 +125,3 @@ def test_a_gap_in_the_vocabulary_shows_as_a_placeholder() -> None:
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert "".join(stream(fast, [0, 3, 7])) == decode_all(fast, [0, 3, 7]) == f"a{placeholder(3)}b"
-
-
-@every_tokenizer
-def test_thousands_of_special_tokens_in_a_row_are_as_cheap_as_any(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
-    decoder = IncrementalDecoder(tokenizer)
-    special = tokenizer.convert_tokens_to_ids("<s>" if name != "tutor" else "<|im_end|>")
-    assert {decoder.append(special) for _ in range(3000)} == {""}
-    assert sum(len(kept) for kept in vars(decoder).values() if isinstance(kept, list)) < 100, "it keeps few of them"

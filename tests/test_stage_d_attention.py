@@ -120,11 +120,6 @@ def test_key_offsets_are_the_running_sum_of_the_contexts():
     assert metadata.cu_seqlens_k.tolist() == [0, 4, 4, 13] and metadata.cu_seqlens_k.dtype == torch.int32
 
 
-def test_auto_on_a_cpu_is_the_reference_and_says_why():
-    backend = pick_backend("auto", CPU, F32, 64)
-    assert backend.name == "reference" and "cpu" in backend.reason
-
-
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "head_dim", "message"),
     [
@@ -287,12 +282,6 @@ def test_pool_of_more_than_2_to_the_31_elements(query_len):
     metadata = AttentionMetadata(starts, contexts, slots, table, query_len, 100)
     query = torch.randn(query_len, 6, head_dim, device=CUDA).bfloat16()
     check(backend, (query, k_cache, v_cache, metadata))
-
-
-@pytest.mark.gpu
-def test_auto_on_a_gpu_picks_a_kernel_and_says_which():
-    backend = pick_backend("auto", CUDA, torch.bfloat16, 64)
-    assert backend.name in ("triton", "flash") and backend.reason
 
 
 @pytest.mark.usefixtures("pretended_gpus")
