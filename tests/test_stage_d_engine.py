@@ -21,7 +21,6 @@ from stage_d_paged.kv_cache import CPU_POOL_BYTES, blocks_that_fit, cpu_num_bloc
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import Formats, load_runtime
 
-
 CPU = torch.device("cpu")
 
 

@@ -59,7 +59,17 @@ def failing_in_every_third_step(error: type[BaseException]) -> Callable:
         (lambda logits, params: None, ValueError, r"integer ids of shape \[\d\], got None"),
         (0.9, ValueError, "sampling_fn must be None or a function .* got 0.9"),
     ],
-    ids=["raises", "late", "interrupted", "outside the vocabulary", "below 0", "no ids", "a list", "nothing", "a number"],
+    ids=[
+        "raises",
+        "late",
+        "interrupted",
+        "outside the vocabulary",
+        "below 0",
+        "no ids",
+        "a list",
+        "nothing",
+        "a number",
+    ],
 )
 def test_what_a_sampler_does_wrong_is_named_and_the_next_call_is_right(llm, expected, function, error, says) -> None:
     with sampler(llm, function), pytest.raises(error, match=says) as caught:
