@@ -32,16 +32,38 @@ def run(manager: BlockManager, sequence: Sequence) -> None:
     manager.index_computed(sequence)
 
 
-def test_a_full_block_stays_cached_after_its_sequence_until_it_is_handed_out_again():
-    manager = BlockManager(3, 4)
-    first = admit(manager, list(range(6)))
-    assert [manager.is_cached(block) for block in first.block_table] == [True, False], "only full blocks are"
-    full = first.block_table[0]
-    manager.free(first)
-    assert manager.num_free == 3 and manager.is_cached(full)
-    admit(manager, list(range(50, 62)))  # takes all three
-    assert manager.num_free == 0
-    assert manager.count_cached_tokens(make(list(range(6)))) == 0
+CACHED = {  # blocks of the pool, tokens of a block, what has ended, what runs, a prompt, how much of it is cached
+    "a full block outlives its sequence": (3, 4, [range(6)], [], range(6), 4),
+    "until it is handed out again": (3, 4, [range(6)], [range(50, 62)], range(6), 0),
+    "the last block is computed again": (10, 4, [range(8)], [], range(8), 4),
+    "a running sequence shares its full blocks": (10, 4, [], [range(10)], [*range(10), 77], 8),
+    "blocks that were never used go first": (4, 2, [[1, 2], [3, 4]], [[9] * 3], [1, 2, 0], 2),
+    "then the one that was freed first": (4, 2, [[1, 2], [3, 4]], [[9] * 5], [1, 2, 0], 0),
+    "and no other": (4, 2, [[1, 2], [3, 4]], [[9] * 5], [3, 4, 0], 2),
+    "a part of a block goes before full ones": (3, 4, [[1, 2, 3, 4], [5, 6]], [range(50, 58)], [1, 2, 3, 4, 9], 4),
+    "a prefix outlives its continuation": (4, 2, [range(1, 9)], [[9, 9, 9]], range(1, 9), 4),
+    "equal blocks after different prefixes differ": (9, 2, [], [[1, 1, 5, 6], [2, 2, 7, 8]], [2, 2, 5, 6, 0], 2),
+}
+
+
+@pytest.mark.parametrize(("blocks", "size", "ended", "running", "prompt", "cached"), CACHED.values(), ids=CACHED)
+def test_what_of_a_prompt_is_cached(blocks: int, size: int, ended: list, running: list, prompt: list, cached: int):
+    manager = BlockManager(blocks, size)
+    for tokens in ended:
+        manager.free(admit(manager, list(tokens)))
+    live = [admit(manager, list(tokens)) for tokens in running]
+    sequence = make(list(prompt))
+    assert manager.count_cached_tokens(sequence) == cached
+    if manager.allocate(sequence, len(sequence)):
+        assert sequence.num_cached_tokens == sequence.num_computed_tokens == cached
+    manager.check_invariants([*live, sequence])
+
+
+def test_the_prefix_cache_can_be_switched_off():
+    manager = BlockManager(10, 4, enable_prefix_caching=False)
+    admit(manager, list(range(9)))
+    second = admit(manager, list(range(9)))
+    assert second.num_cached_tokens == 0 and manager.num_used == 6
 
 
 def test_the_watermark_keeps_blocks_free_and_revived_blocks_count_as_taken_from_them():
@@ -50,27 +72,6 @@ def test_the_watermark_keeps_blocks_free_and_revived_blocks_count_as_taken_from_
     manager.free(admit(manager, list(range(8))))
     assert not manager.allocate(make([*range(8), 99]), 9, watermark=2)
     assert manager.allocate(make([*range(8), 99]), 9, watermark=1)
-
-
-def test_a_fully_cached_prompt_still_recomputes_its_last_block():
-    manager = BlockManager(10, 4)
-    manager.free(admit(manager, list(range(8))))
-    again = make(list(range(8)))
-    assert manager.allocate(again, len(again))
-    assert again.num_cached_tokens == again.num_computed_tokens == 4
-    assert again.num_uncomputed_tokens == 4
-
-
-def test_a_running_sequence_shares_its_full_blocks():
-    manager = BlockManager(10, 4)
-    first = admit(manager, list(range(10)))
-    second = admit(manager, [*range(10), 77])
-    assert second.block_table[:2] == first.block_table[:2]
-    assert second.block_table[2] != first.block_table[2]  # a block that is not full is never shared
-    manager.check_invariants([first, second])
-    manager.free(first)
-    assert manager.num_used == 3
-    manager.check_invariants([second])
 
 
 def test_the_live_twin_of_an_evicted_block_stays_findable():
@@ -87,40 +88,6 @@ def test_the_live_twin_of_an_evicted_block_stays_findable():
     third = make([1, 2, 3, 4, 5])
     assert manager.count_cached_tokens(third) == 4
     manager.check_invariants([second, evictor])
-
-
-def test_blocks_without_content_go_first_then_the_least_recently_freed():
-    manager = BlockManager(4, 2)
-    old, new = admit(manager, [1, 2]), admit(manager, [3, 4])
-    manager.free(old)
-    manager.free(new)
-    taker = admit(manager, [9, 9, 9, 9, 9])  # three blocks: the two never used, then the one freed first
-    assert manager.count_cached_tokens(make([1, 2, 0])) == 0
-    assert manager.count_cached_tokens(make([3, 4, 0])) == 2
-    manager.check_invariants([taker])
-
-
-def test_a_freed_block_without_content_goes_before_the_cached_ones_that_were_freed_earlier():
-    manager = BlockManager(3, 4)
-    manager.free(admit(manager, [1, 2, 3, 4]))  # a full block
-    manager.free(admit(manager, [5, 6]))  # a part of one, freed later
-    admit(manager, list(range(50, 58)))
-    assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4
-
-
-def test_a_prefix_outlives_its_continuation():
-    manager = BlockManager(4, 2)
-    manager.free(admit(manager, [1, 2, 3, 4, 5, 6, 7, 8]))
-    taker = admit(manager, [9, 9, 9])
-    assert manager.count_cached_tokens(make([1, 2, 3, 4, 5, 6, 7, 8])) == 4
-    manager.check_invariants([taker])
-
-
-def test_equal_blocks_after_different_prefixes_are_different():
-    manager = BlockManager(10, 2)
-    admit(manager, [1, 1, 5, 6])
-    admit(manager, [2, 2, 7, 8])
-    assert manager.count_cached_tokens(make([2, 2, 5, 6, 0])) == 2
 
 
 def test_a_hash_collision_is_not_a_hit():
@@ -150,13 +117,6 @@ def test_generated_tokens_are_cached_too():
     assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4
     assert manager.count_cached_tokens(make([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
     manager.index_computed(sequence)  # it has no blocks any more
-
-
-def test_the_prefix_cache_can_be_switched_off():
-    manager = BlockManager(10, 4, enable_prefix_caching=False)
-    admit(manager, list(range(9)))
-    second = admit(manager, list(range(9)))
-    assert second.num_cached_tokens == 0 and manager.num_used == 6
 
 
 def test_the_invariants_notice_a_leaked_block():

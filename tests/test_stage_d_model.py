@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fake_model import completion_of
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stage_a_naive.checkpoints.loading import ModelSource, load_hf_model, resolve
@@ -18,10 +17,9 @@ from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.batch import Chunk, flat_batch, upload
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.layers import RMSNorm, RotaryEmbedding, rotary_frequencies
 from stage_d_paged.options import EngineOptions
-from stage_d_paged.runtime import Runtime, load_runtime
+from stage_d_paged.runtime import load_runtime
 from stage_d_paged.sequence import Sequence
 
 CPU = torch.device("cpu")
@@ -55,109 +53,19 @@ def test_arrays_travel_to_the_device_in_one_copy_each_at_a_multiple_of_16_bytes(
         assert tensor.is_contiguous()
 
 
-class Stepper:
-    """Runs chunks of sequences through a runtime, one flat batch a step."""
-
-    def __init__(self, runtime: Runtime, num_blocks: int = 64, caching: bool = True) -> None:
-        self.runtime = runtime
-        self.pool: KVCache = runtime.make_pool(num_blocks)
-        self.manager = BlockManager(num_blocks, runtime.block_size, caching)
-
-    def sequence(self, ids: list[int]) -> Sequence:
-        sequence = Sequence(completion_of(ids))
-        assert self.manager.allocate(sequence, len(sequence))
-        return sequence
-
-    def plan(self, sequence: Sequence, count: int) -> Chunk:
-        chunk = Chunk(sequence, sequence.num_computed_tokens, count)
-        sequence.num_computed_tokens += count
-        self.manager.index_computed(sequence)
-        return chunk
-
-    @torch.inference_mode()
-    def step(self, *chunks: tuple[Sequence, int]) -> Tensor:
-        """Logits of all tokens of the chunks, `[tokens, vocab]`."""
-        planned = [self.plan(sequence, count) for sequence, count in chunks]
-        batch = flat_batch(planned, self.runtime.block_size, CPU)
-        hidden = self.runtime.model(batch.input_ids, batch.positions, self.pool, batch.metadata)
-        return self.runtime.model.compute_logits(hidden)
-
-
 @torch.inference_mode()
-def reference_logits(model: AutoModelForCausalLM, ids: list[int]) -> Tensor:
-    return model(torch.tensor([ids])).logits[0]
-
-
-def prompt(length: int, vocab_size: int = 4096, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (length,), generator=generator).tolist()
-
-
-def assert_equal(logits: Tensor, reference: AutoModelForCausalLM, ids: list[int], first: int = 0) -> None:
-    assert (logits - reference_logits(reference, ids)[first:]).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("model", ["tutor", *FAMILIES, *REAL])
 def test_logits_of_a_batch_equal_transformers(tmp_path: Path, model: str):
     reference, runtime = load_both(tmp_path, model)
     assert (runtime.model.lm_head is runtime.model.embed_tokens) == runtime.config.tie_word_embeddings
-    stepper = Stepper(runtime)
-    prompts = [prompt(length, runtime.config.vocab_size, seed=length) for length in (37, 5, 50)]
-    logits = stepper.step(*((stepper.sequence(ids), len(ids)) for ids in prompts))
-    for ids, part in zip(prompts, logits.split([37, 5, 50]), strict=True):
-        assert_equal(part, reference, ids)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prefill_in_pieces_and_decode_equal_one_pass(tmp_path: Path, family: str):
-    reference, runtime = load_both(tmp_path, family)
-    stepper = Stepper(runtime)
-    long, short = prompt(40, seed=1), prompt(9, seed=2)
-    a, b = stepper.sequence(long), stepper.sequence(short)
-    one = stepper.step((a, 17))
-    two = stepper.step((a, 1), (b, 8))  # a decode-like row beside a prefill
-    three = stepper.step((b, 1), (a, 22))
-    assert_equal(torch.cat([one, two[:1], three[1:]]), reference, long)
-    assert_equal(torch.cat([two[1:], three[:1]]), reference, short)
-
-
-@pytest.mark.parametrize("block_size", [1, 4, 7, 256])
-def test_the_block_size_does_not_change_the_answer(tmp_path: Path, block_size: int):
-    reference, runtime = load_both(tmp_path, "qwen2-tiny", kvcache_block_size=block_size)
-    stepper = Stepper(runtime)
-    ids = prompt(21)
-    sequence = stepper.sequence(ids)
-    assert_equal(torch.cat([stepper.step((sequence, count)) for count in (7, 7, 1, 6)]), reference, ids)
-
-
-def test_a_cached_prefix_is_read_from_its_blocks(tmp_path: Path):
-    _, runtime = load_both(tmp_path, "qwen2-tiny")
-    shared, tail = prompt(70, seed=1), prompt(11, seed=2)
-    fresh, cached = Stepper(runtime, caching=False), Stepper(runtime)
-    expected = fresh.step((fresh.sequence(shared + tail), 81))[64:]
-    cached.step((cached.sequence(shared), 70))
-    sequence = cached.sequence(shared + tail)
-    assert sequence.num_cached_tokens == 64
-    assert (cached.step((sequence, 17)) - expected).abs().max() < 1e-4
-    # and what it reads is really the pool: spoil a cached block, and the answer changes
-    spoiled = cached.sequence(shared + tail)
-    cached.pool.tensor[:, :, spoiled.block_table[0]] += 1
-    assert spoiled.num_uncomputed_tokens == 1
-    assert (cached.step((spoiled, 1)) - expected[-1:]).abs().max() > 1e-2
-
-
-def test_two_identical_prompts_in_one_step_share_blocks_and_are_both_right(tmp_path: Path):
-    reference, runtime = load_both(tmp_path, "llama-tiny")
-    stepper = Stepper(runtime)
-    ids = prompt(40)
-    first = stepper.sequence(ids)
-    stepper.plan(first, 40)  # the blocks are found as soon as the step is planned
-    second = stepper.sequence(ids)
-    assert second.num_cached_tokens == 32
-    first.num_computed_tokens = 0
-    logits = stepper.step((first, 40), (second, 8))
-    assert_equal(logits[:40], reference, ids)
-    assert_equal(logits[40:], reference, ids, first=32)
+    manager, generator = BlockManager(64, runtime.block_size), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(runtime.config.vocab_size, (n,), generator=generator) for n in (37, 5, 50)]
+    sequences = [Sequence(completion_of(ids.tolist())) for ids in prompts]
+    assert all(manager.allocate(sequence, len(sequence)) for sequence in sequences)
+    batch = flat_batch([Chunk(sequence, 0, len(sequence)) for sequence in sequences], runtime.block_size, CPU)
+    hidden = runtime.model(batch.input_ids, batch.positions, runtime.make_pool(64), batch.metadata)
+    for ids, found in zip(prompts, runtime.model.compute_logits(hidden).split([37, 5, 50]), strict=True):
+        assert (found - reference(ids[None]).logits[0]).abs().max() < 1e-4
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}

@@ -1,8 +1,11 @@
-"""What one request raises ends that request alone, and nothing of its call stays behind."""
+"""What one request raises, or its abort, ends that request alone, and nothing of its call stays behind."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from interrupts import fail_at_token
@@ -112,3 +115,34 @@ def test_requests_that_were_added_outlive_steps_that_break_off(engine, expected,
                 with suppress(error):
                     outputs.update(llm.step()[0])
         assert [outputs[request] for request in added] == expected[:3]
+
+
+@pytest.mark.needs("side by side")
+def test_an_abort_from_another_thread_is_an_error_of_the_call_that_waits(llm, expected) -> None:
+    begun, aborted = threading.Event(), threading.Event()
+
+    def wait_for_the_abort(*_: object) -> None:
+        begun.set()
+        assert aborted.wait(60)
+
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(llm.generate, [PROMPTS[1]], GREEDY, False, wait_for_the_abort)
+        assert begun.wait(60)
+        [sequence] = llm.engine.scheduler.unfinished
+        assert llm.calls.abort(sequence.request_id)
+        aborted.set()
+        with pytest.raises(RuntimeError, match=r"request \d+ was aborted by another call"):
+            call.result(60)
+    assert ask(llm, PROMPTS[:1]) == expected[:1]
+
+
+@pytest.mark.needs("side by side")
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_a_request_that_was_added_and_aborted_is_no_error_of_the_steps_after(llm, expected, num_steps: int) -> None:
+    aborted = llm.add_request(PROMPTS[0], replace(GREEDY, max_tokens=100))
+    kept = llm.add_request(PROMPTS[1], GREEDY)
+    outputs: dict[int, list[int]] = {}
+    for _ in range(num_steps):
+        outputs.update(llm.step()[0])
+    assert llm.calls.abort(aborted) and not llm.calls.abort(aborted)
+    assert outputs | finish(llm) == {kept: expected[1]}
