@@ -16,9 +16,16 @@ pytestmark = pytest.mark.fast
 H200 = doctor.Machine(
     (doctor.Gpu("NVIDIA H200", (9, 0)),), ("sm_80", "sm_90"), "580.1", "g++", "nvcc", "1.11", "3.6", "2.8", tutor=True
 )
-T4 = replace(H200, gpus=(doctor.Gpu("Tesla T4", (7, 5)),), architectures=("sm_75", "sm_80", "sm_90"))
-AMPERE, ADA = (replace(H200, gpus=(doctor.Gpu("a GPU", (8, minor)),)) for minor in (0, 9))
-RTX_5090 = replace(H200, gpus=(doctor.Gpu("a GPU", (12, 0)),), architectures=("sm_120",))  # little shared memory
+
+
+def with_gpu(capability: tuple[int, int], *architectures: str) -> doctor.Machine:
+    """A machine with everything, a GPU of this compute capability, and PyTorch built for these architectures."""
+    return replace(H200, gpus=(doctor.Gpu("a GPU", capability),), architectures=architectures)
+
+
+T4, AMPERE, ADA = with_gpu((7, 5), "sm_75", "sm_90"), with_gpu((8, 0), "sm_80"), with_gpu((8, 9), "sm_80", "sm_90")
+RTX_5090 = with_gpu((12, 0), "sm_120")  # little shared memory
+NO_KERNELS = [with_gpu((7, 0), "sm_75", "sm_90"), with_gpu((8, 0), "sm_86")]
 CPU = doctor.Machine(compiler="g++", ninja="1.11", tutor=True)
 
 
@@ -51,6 +58,11 @@ def test_it_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
         (T4, "", "stage_d_paged", r"attention: reference \(plain PyTorch\)$"),
         (T4, "", "stage_e_batching", "sampling kernel"),
         (T4, "", "stage_f_graph_tp", "no CUDA graphs .*--without fused_layers,skinny_gemm"),
+        (with_gpu((12, 0), "sm_90", "compute_90"), "", "stage_a_naive", "^a GPU in bfloat16$"),
+        *(
+            (machine, "", "stage_a_naive", r"^the CPU \(DEVICE=cpu\): .* no kernels for a GPU")
+            for machine in NO_KERNELS
+        ),
         (CPU, "", "stage_c_fused_mlp", r"CPU version"),
         (CPU, "ninja", "stage_c_fused_mlp", "it needs ninja"),
     ],
@@ -69,6 +81,8 @@ def test_a_stage_is_promised_what_the_machine_and_its_tools_can_do(
         (CPU, []),  # no driver: there is no GPU to be seen
         (replace(CPU, driver="580.1"), ["there is an NVIDIA driver"]),
         (H200, []),
+        (ADA, []),
+        *((machine, ["a PyTorch built for this GPU"]) for machine in NO_KERNELS),
         (replace(H200, nvcc=None, ninja=None, triton=None, flash_attn=None), ["ninja", "nvcc", "Triton", "flash-attn"]),
         (replace(T4, triton=None, flash_attn=None), []),  # they serve no T4
     ],
@@ -86,24 +100,6 @@ def test_a_program_is_shown_with_the_line_that_has_its_version_or_why_it_does_no
     program.write_text("#!/bin/sh\necho 'A compiler of a company with a long name, 2005'\necho 'release 13.0, V13.0'\n")
     assert doctor.program_version(str(program)) == f"{program} (release 13.0, V13.0)"
     assert doctor.program_version(str(tmp_path / "none"), "no such program here") is None
-
-
-@pytest.mark.parametrize(
-    ("capability", "architectures", "there"),
-    [
-        ((7, 0), ("sm_75", "sm_90"), False),
-        ((8, 9), ("sm_75", "sm_86", "sm_90"), True),
-        ((8, 0), ("sm_86",), False),
-        ((12, 0), ("sm_90", "compute_90"), True),
-    ],
-)
-def test_a_pytorch_without_kernels_for_the_gpu_is_found(
-    capability: tuple[int, int], architectures: tuple[str, ...], there: bool
-) -> None:
-    machine = replace(H200, gpus=(doctor.Gpu("a GPU", capability),), architectures=architectures)
-    assert doctor.has_kernels(machine) == there
-    assert any("no kernels" in text for _, text in doctor.stage_lines(machine)) != there
-    assert any("no kernels" in text for text in doctor.advice(machine)) != there
 
 
 def test_what_it_says_of_attention_here_is_what_stage_d_takes() -> None:

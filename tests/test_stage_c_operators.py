@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 # rows, hidden, intermediate: one element a vector, ragged tiles, many slabs, more rows than a launch, a real model.
 SIZES = [(1, 8, 8), (1, 64, 176), (3, 104, 328), (5, 56, 40), (16, 256, 136), (17, 72, 200)]
 LARGE_SIZES = [(8, 896, 4864), (16, 896, 4864), (9, 2048, 8192), (16, 4104, 1544), (3, 24576, 264)]
-GPU_SIZES = [*SIZES, (2, 64, 176), (37, 1032, 2056), (1, 896, 4864), *LARGE_SIZES]
+GPU_SIZES = [*SIZES, (2, 64, 176), (37, 1032, 2056), *((rows, 896, 4864) for rows in (1, 4, 15)), *LARGE_SIZES]
 OPERATORS = [(fused_ln_mlp, ln_mlp_reference), (fused_swiglu_mlp, swiglu_mlp_reference)]
 
 gpu_or_cpu = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,4 +1,4 @@
-"""The first layer that differs from stage A's is named, in models broken on purpose, whose text is no proof of it."""
+"""The first layer that differs from stage A's is named, in models broken on purpose."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from stage_a_naive import LLM as Reference
-from stage_a_naive import SamplingParams
 from stage_d_paged import LLM, compare
 from stage_d_paged.attention import AttentionMetadata
 
 EXACT = {"device": "cpu", "dtype": "float32"}
-QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
-ANSWER = "A KV cache keeps the key and value vectors of all earlier tokens, for every layer"
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +100,3 @@ def test_the_first_part_that_differs_is_named(mistake: Callable, where: str, ref
     engine = LLM("tutor", **EXACT)
     mistake(engine)
     assert compare.first_difference(reference, engine).startswith(where)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "shows"),
-    [(nothing, False), (decode_positions_one_too_large, False), (forgotten_mask, False), (stale_block_table, True)],
-)
-@torch.inference_mode()
-def test_a_mistake_may_not_show_in_the_text(mistake: Callable, shows: bool) -> None:
-    engine = LLM("tutor", **EXACT)
-    mistake(engine)
-    [output] = engine.chat(QUESTION, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-    assert (not output["text"].startswith(ANSWER)) == shows

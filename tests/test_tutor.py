@@ -102,21 +102,14 @@ IN_OTHER_WORDS = {
     "What is the KV cache?": "What is a KV cache?",
     "Hello": "Who are you?",
     "你是谁？": "你是谁？",
-    "Hey there!": "Who are you?",
     "Explain paged attention": "What is paged attention?",
-    "预填充是什么": "预填充（prefill）阶段在做什么？",
     "Who is the king of Spain?": "What is the capital of France?",
-    "今天天气怎么样？": "法国的首都是哪里？",
 }
 INTERVIEW = {  # as a well-known list of interview questions asks them
     "什么是 PagedAttention？解决了什么问题？": "分页注意力（PagedAttention）解决了什么问题？",
     "物理块和逻辑块是如何映射的？": "块表（block table）里存的是什么？",
-    "Prefix Caching 是如何实现的？": "前缀缓存的工作原理是什么？",
     "Continuous Batching 和 Static Batching 有什么区别？": "Continuous Batching 和 Static Batching 有什么区别？",
-    "调度器是如何决定哪些序列可以运行的？": "推理引擎的调度器每一步要做哪些决定？",
-    "ColumnParallel 和 RowParallel 的区别是什么？": "ColumnParallel 和 RowParallel 的区别是什么？",
     "为什么 RowParallel 后需要 all_reduce？": "行并行线性层为什么后面要跟一次 all-reduce？",
-    "CUDA Graph 的原理是什么？为什么对 Decode 有效？": "CUDA Graph 为什么能加速解码？",
     "FlashAttention 是如何优化的？": "FlashAttention 为什么又快又省显存？",
 }
 ASKED = dict(zip(THEMSELVES, THEMSELVES, strict=True)) | IN_OTHER_WORDS | INTERVIEW

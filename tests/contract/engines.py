@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from itertools import count
+from pathlib import Path
 
 import pytest
 from stand_ins import EagerRecorder
@@ -17,6 +24,7 @@ from stage_a_naive import GenerationOutput, SamplingParams
 from stage_f_graph_tp.cuda_graph import capture_sizes
 from stage_f_graph_tp.prefill_graphs import prefill_sizes
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "random:qwen2-tiny"
 VOCAB = 4096
 POOL = {"num_kvcache_blocks": 256, "kvcache_block_size": 8, "max_model_len": 2000}
@@ -157,6 +165,39 @@ def forward_calls(llm: NaiveLLM, call: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def waiting_call(llm: NaiveLLM, prompt: list[int]) -> Iterator[tuple[Future, threading.Event]]:
+    """A call in another thread that has told its first piece of text, and the event for which it waits in between."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(ask, llm, [prompt], GREEDY, wait)
+        try:
+            assert begun.wait(60)
+            yield call, go_on
+        finally:
+            go_on.set()
+
+
+def python(*argv: str, first_on_path: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the repository, with the modules in `first_on_path` before all others."""
+    paths = os.pathsep.join([str(first_on_path), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        # a test run in the background of a shell ignores SIGINT, and a child inherits that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def listener(count: int) -> tuple[list[str], Callable[[int, str], None]]:
