@@ -113,7 +113,7 @@ def edge_batches(block_size):
 
 DEFINED = [
     *(case(("reference", shape)) for shape in SMALL),
-    *interpreted(*(("triton", shape) for shape in SMALL)),
+    *interpreted(*(("triton", shape) for shape in SMALL[:3])),
     *on_a_gpu(*(("triton", shape) for shape in LARGE)),
     *on_a_gpu(*(("flash", shape) for shape in LARGE if shape[-1] == 256), dtypes=HALVES),
 ]
