@@ -9,7 +9,6 @@ import pytest
 import torch
 from fake_model import completion_of
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stage_a_naive.checkpoints.loading import ModelSource, load_hf_model, resolve
 from stage_a_naive.checkpoints.presets import preset_config
@@ -69,14 +68,6 @@ def test_logits_of_a_batch_equal_transformers(tmp_path: Path, model: str):
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-def test_llama3_scaling_equals_transformers():
-    rope = LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope)
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
-    torch.testing.assert_close(rotary_frequencies(ModelConfig.from_hf(config)), expected, rtol=1e-6, atol=0)
 
 
 def test_swish_is_another_name_of_silu():
