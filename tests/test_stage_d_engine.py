@@ -35,6 +35,13 @@ def llm() -> LLM:
     return LLM(MODEL, device="cpu")
 
 
+def test_a_batch_may_fill_the_pool_to_its_last_slot(expected: list[list[int]]):
+    llm = LLM(MODEL, device="cpu", num_kvcache_blocks=4, kvcache_block_size=4)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)  # 3 + 6 tokens, the last one needs no slot
+    assert ask(llm, [PROMPTS[0], PROMPTS[0][::-1]], params)[0] == expected[0][:6]
+    assert (llm.memory.num_sequences, llm.memory.tokens, llm.memory.blocks) == (2, 16, 4)
+
+
 def test_decode_steps_keep_to_the_tokens_of_a_step(expected: list[list[int]]):
     llm = LLM(MODEL, device="cpu", max_num_batched_tokens=4)
     rows: list[int] = []
