@@ -159,6 +159,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     for name, answer in {
         "is_available": lambda: bool(gpus),
         "device_count": lambda: len(gpus),
+        "current_device": lambda: 0,
         "get_device_capability": capability,
         "get_device_properties": properties,
     }.items():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
+from kernel_cases import relative_error
 
 from stage_a_naive.contract.noise import mix32
+from stage_d_paged.attention import AttentionMetadata, pick_backend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_e_batching.sampler import SamplerInput
@@ -86,16 +89,8 @@ def make_step(
         int(tables[row, p // block_size]) * block_size + p % block_size if c else -1
         for row, (c, p) in enumerate(zip(contexts, last, strict=True))
     ]
-    pool = torch.randn(
-        2,
-        shape.num_layers,
-        sum(pages) + 1,
-        block_size,
-        shape.num_kv_heads,
-        shape.head_dim,
-        generator=generator,
-        device=device,
-    ).to(dtype)
+    sizes = 2, shape.num_layers, sum(pages) + 1, block_size, shape.num_kv_heads, shape.head_dim
+    pool = torch.randn(sizes, generator=generator, device=device).to(dtype)
     for row, context in enumerate(contexts):  # what has not been written yet must not matter
         for p in range(max(0, context - 1), pages[row] * block_size):
             pool[:, :, int(tables[row, p // block_size]), p % block_size] = float("nan")
@@ -117,44 +112,14 @@ def make_step(
 
 def reference(model: DecoderModel, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 logits of the rows, and the new keys and values [2, layers, rows, kv_heads, head_dim]."""
-    shape, rows = model.config, len(step.token_ids)
-    d, kv_heads, group = shape.head_dim, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
-
-    def norm(x, weight):
-        return F.rms_norm(x, weight.shape[-1:], None, shape.rms_norm_eps) * weight.float()
-
-    cos, sin = model.rotary.cos[step.positions].float(), model.rotary.sin[step.positions].float()  # [rows, 2, d / 2]
-    x = model.embed_tokens.weight[step.token_ids].float()
-    fresh = torch.empty(2, shape.num_layers, rows, kv_heads, d, device=x.device)
-    for index, layer in enumerate(model.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        bias = None if attention.qkv_proj.bias is None else attention.qkv_proj.bias.float()
-        qkv = F.linear(norm(x, layer.input_layernorm.weight), attention.qkv_proj.weight.float(), bias).view(rows, -1, d)
-        qk, value = qkv.split((shape.num_heads + kv_heads, kv_heads), dim=1)
-        if attention.qk_norm is not None:
-            qk = norm(qk, attention.qk_norm.weight)
-        low, high = qk.chunk(2, dim=-1)
-        qk = torch.cat((low, high), -1) * cos.flatten(1)[:, None] + torch.cat((high, low), -1) * sin.flatten(1)[:, None]
-        query, key = qk.split((shape.num_heads, kv_heads), dim=1)
-        fresh[0, index], fresh[1, index] = key, value
-        attended = torch.zeros(rows, shape.num_heads, d, device=x.device)
-        for row, context in enumerate(step.context_lens.tolist()):
-            if context == 0:
-                continue
-            pages = step.block_tables[row].clamp(min=0).long()
-            cached = step.pool[:, index, pages].flatten(1, 2)[:, : context - 1].float()  # [2, context - 1, kv_heads, d]
-            kv = torch.cat((cached, torch.stack((key, value))[:, row : row + 1]), 1)
-            k, v = kv.repeat_interleave(group, dim=2).transpose(1, 2)  # [heads, context, d] each
-            attended[row] = F.scaled_dot_product_attention(query[row, :, None], k, v)[:, 0]
-        x = x + attended.flatten(1) @ attention.o_proj.weight.float().T
-        gate, up = (norm(x, layer.post_attention_layernorm.weight) @ mlp.gate_up_proj.weight.float().T).chunk(2, -1)
-        x = x + (F.silu(gate) * up) @ mlp.down_proj.weight.float().T
-    return norm(x, model.norm.weight) @ model.lm_head.weight.float().T, fresh
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    assert out.isfinite().all()
-    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
+    exact, pool, device = deepcopy(model).float(), step.pool.float(), step.pool.device
+    for layer in exact.layers:
+        layer.self_attn.backend = pick_backend("reference", device, torch.float32, model.config.head_dim)
+    starts = torch.arange(len(step.positions) + 1, dtype=torch.int32, device=device)
+    longest = int(step.context_lens.max())
+    metadata = AttentionMetadata(starts, step.context_lens, step.slot_mapping, step.block_tables, 1, longest)
+    hidden = exact(step.token_ids, step.positions, SimpleNamespace(layers=list(zip(*pool, strict=True))), metadata)
+    return exact.compute_logits(hidden), pool.flatten(2, 3)[:, :, step.slot_mapping]
 
 
 def sample(logits: torch.Tensor, step: Step) -> torch.Tensor:

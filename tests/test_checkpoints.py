@@ -8,6 +8,7 @@ import struct
 
 import pytest
 import torch
+from contract.engines import PACKAGES
 from transformers import AutoModelForCausalLM
 
 from stage_a_naive.checkpoints.loading import TUTOR_PATH, load_hf_model, random_tensor, resolve
@@ -17,16 +18,8 @@ from stage_c_fused_mlp.patch import replace_mlp_in_qwen
 
 PROMPT = [5, 600, 7, 8, 1234, 9]
 NEW_TOKENS = 12
-STAGES = [
-    "stage_a_naive",
-    "stage_b_decode_step",
-    pytest.param("stage_c_fused_mlp", marks=pytest.mark.compiler),
-    "stage_d_paged",
-    "stage_e_batching",
-    "stage_f_graph_tp",
-    "beyond.quantization",
-    "beyond.speculation",
-]
+NEEDS_COMPILER = {"stage_c_fused_mlp": [pytest.mark.compiler]}
+STAGES = [pytest.param(package, marks=NEEDS_COMPILER.get(package, ())) for package in PACKAGES]
 
 
 def write_checkpoint(path, preset: str, *, tied: bool, shard_size: str, shift: int) -> list[int]:

@@ -24,20 +24,14 @@ seeds, error_rates = st.integers(0, 2**16), st.sampled_from([0.0, 0.2, 0.6, 1.0]
 
 @pytest.mark.parametrize("row", ROW_PARAMS)
 @settings(max_examples=60, deadline=None)
-@given(requests, settings_of_engine(), seeds, error_rates)
+@given(requests, settings_of_engine(), seeds, error_rates, st.booleans())
 def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
-    row, requests, options, seed, rate
+    row, requests, options, seed, rate, whole_prompts
 ):
+    if whole_prompts and row in ("one step ahead", "guesses, no overlap", "stages"):  # the others wait with it
+        options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
+        options["enable_chunked_prefill"] = False
     run_and_compare(requests, options, ROWS[row](seed, rate))
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("row", ["one step ahead", "guesses, no overlap", "stages"])  # the others wait with it
-@settings(max_examples=30, deadline=None)
-@given(requests, settings_of_engine(), seeds)
-def test_and_so_it_is_with_whole_prompts(row, requests, options, seed):
-    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)
-    run_and_compare(requests, options | {"enable_chunked_prefill": False}, ROWS[row](seed, 0.2))
 
 
 LENGTHS = (5, 1, 9, 3, 7)  # of the prompts; together with the answers more than the pool holds

@@ -1,9 +1,11 @@
-"""What a broken model directory says: the same in stage A, which builds the model of transformers, in stage D, which
-builds its own, on several ranks and in 8 bits; and one line that names the file and the field."""
+"""What a model says that cannot be loaded: the same in stage A, which builds the model of transformers, in stage D,
+which builds its own, on several ranks and in 8 bits; and one line that names the file and the field."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_stage_a_loading import edit_json
 
 from beyond.options import Options
 from beyond.quantization.parts import load_quantized_runtime
 from stage_a_naive import LLM as NaiveLLM
-from stage_a_naive.checkpoints.loading import ModelSource, load_hf_model, resolve
+from stage_a_naive.checkpoints import memory
+from stage_a_naive.checkpoints.loading import load_hf_model, resolve
 from stage_a_naive.contract.errors import ModelError
 from stage_b_decode_step.attention import ATTENTION_NAME
 from stage_d_paged import LLM as PagedLLM
@@ -25,22 +29,15 @@ from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model
 
 pytestmark = pytest.mark.fast
 CPU, BF16 = torch.device("cpu"), torch.bfloat16  # not PyTorch's default, to which every load must come back
-IN_INT8 = Options(quantization="int8")
-
-
-def load_first_of_two_ranks(source: ModelSource) -> None:
-    group = SimpleNamespace(rank=0, size=2)
-    load_runtime(source, EngineOptions(), CPU, BF16, build=partial(build_sharded_model, group=group))
-
-
-LOADERS = [
-    pytest.param(lambda source: load_hf_model(source, CPU, BF16), id="a"),
-    pytest.param(lambda source: load_hf_model(source, CPU, BF16, attn_implementation=ATTENTION_NAME), id="b"),
-    pytest.param(lambda source: load_runtime(source, EngineOptions(), CPU, BF16), id="d"),
-    pytest.param(load_first_of_two_ranks, id="f"),
-    pytest.param(lambda source: load_quantized_runtime(source, IN_INT8, CPU, BF16), id="8 bits"),
-]
-every_loader = pytest.mark.parametrize("load", LOADERS)
+OF_TWO_RANKS = partial(build_sharded_model, group=SimpleNamespace(rank=0, size=2))
+LOADERS = {  # from a source to a model
+    "a": partial(load_hf_model, device=CPU, dtype=BF16),
+    "b": partial(load_hf_model, device=CPU, dtype=BF16, attn_implementation=ATTENTION_NAME),
+    "d": lambda source: load_runtime(source, EngineOptions(), CPU, BF16).model,
+    "f": lambda source: load_runtime(source, EngineOptions(), CPU, BF16, build=OF_TWO_RANKS).model,
+    "8 bits": lambda source: load_quantized_runtime(source, Options(quantization="int8"), CPU, BF16).model,
+}
+every_loader = pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -49,13 +46,11 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 NORM = "model.layers.2.post_attention_layernorm.weight"
-
-
-def edit_json(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+NOT_FINITE = [torch.ones(256).index_fill(0, torch.tensor([100]), float(x)) for x in ("nan", "inf", "-inf")]
 
 
 def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors of a checkpoint."""
     file = directory / "model.safetensors"
     weights = {**load_file(file), **changes}
     save_file({n: w for n, w in weights.items() if w is not None}, file, metadata={"format": "pt"})
@@ -93,6 +88,15 @@ def check_refused(directory: Path, load: object, says: str) -> None:
         ({"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ({"model_type": ["qwen2"]}, "is not supported; these are: llama, qwen2, qwen3"),
         ({"layer_types": ["x"] * 4}, "layer_types"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; these are: llama, qwen2, qwen3"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}, "rope_parameters": None}, "'ntk' is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+        (
+            {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": False, "sliding_window": 128},
+            "layer_types has 'sliding_attention': only full attention",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
     ],
 )
 def test_a_config_that_no_model_can_have_is_named_with_the_whole_reason(
@@ -124,12 +128,21 @@ def test_a_config_that_is_no_object_is_named(tutor_copy: Path, content: str) -> 
         ('{"weight_map": ["a"]}', "is not a safetensors index"),
         ('{"weight_map": {"x": 3}}', "is not a safetensors index"),
         ('{"weight_map": {"x": "nowhere.safetensors"}}', r"names files that are not there: nowhere\.safetensors"),
+        (None, "holds no weights"),
     ],
 )
-def test_a_bad_index_of_shards_is_named(tutor_copy: Path, load: object, content: str, says: str) -> None:
+def test_a_bad_index_of_shards_is_named(tutor_copy: Path, load: object, content: str | None, says: str) -> None:
     (tutor_copy / "model.safetensors").rename(tutor_copy / "part.safetensors")
-    (tutor_copy / "model.safetensors.index.json").write_text(content)
+    if content is not None:
+        (tutor_copy / "model.safetensors.index.json").write_text(content)
     check_refused(tutor_copy, load, says)
+
+
+@every_loader
+def test_a_truncated_weights_file_is_an_error_and_not_a_crash(tutor_copy: Path, load: object) -> None:
+    weights = tutor_copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    check_refused(tutor_copy, load, r"cannot read .*model\.safetensors.*truncated")
 
 
 @every_loader
@@ -143,42 +156,22 @@ def test_a_weight_that_is_in_two_files_is_named_with_both(tutor_copy: Path, load
 
 
 @every_loader
-def test_quantised_weights_are_refused_without_a_word_about_them_in_the_config(tutor_copy: Path, load: object) -> None:
-    edit_weights(tutor_copy, **{NORM: torch.ones(256, dtype=torch.int8)})
-    check_refused(tutor_copy, load, rf"{NORM} in .*model\.safetensors is stored as I8; supported are F32, F16, BF16")
-
-
-@every_loader
 @pytest.mark.parametrize(
     ("name", "weight", "says"),
     [
         (NORM, None, f"the weight {NORM} is missing"),
         ("model.mystery.weight", torch.zeros(2, 2), "1 weights that the model does not have: model.mystery.weight"),
         (NORM, torch.ones(255), rf"the weight {NORM} has shape \[255\]; the config asks for \[256\]"),
+        (NORM, torch.ones(256, dtype=torch.int8), rf"{NORM} in .*s is stored as I8; supported are F32, F16, BF16"),
+        *((NORM, bad, f"the weight {NORM} holds NaN or infinite values") for bad in NOT_FINITE),
     ],
-    ids=["missing", "extra", "of another shape"],
+    ids=["missing", "extra", "of another shape", "quantised", "NaN", "infinite", "infinite below 0"],
 )
-def test_a_weight_that_is_missing_extra_or_misshapen_is_named(
+def test_a_weight_that_does_not_fit_is_named(
     tutor_copy: Path, load: object, name: str, weight: torch.Tensor | None, says: str
 ) -> None:
     edit_weights(tutor_copy, **{name: weight})
     check_refused(tutor_copy, load, says)
-
-
-@every_loader
-def test_a_truncated_weights_file_is_an_error_and_not_a_crash(tutor_copy: Path, load: object) -> None:
-    weights = tutor_copy / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    check_refused(tutor_copy, load, r"cannot read .*model\.safetensors.*truncated")
-
-
-@every_loader
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_weight_that_is_not_finite_is_named(tutor_copy: Path, load: object, value: float) -> None:
-    weight = torch.ones(256)
-    weight[100] = value
-    edit_weights(tutor_copy, **{NORM: weight})
-    check_refused(tutor_copy, load, rf"the weight {NORM} holds NaN or infinite values")
 
 
 @every_loader
@@ -188,6 +181,24 @@ def test_a_tied_head_may_be_stored_too_but_not_differently(tutor_copy: Path, loa
     load(resolve(tutor_copy))
     edit_weights(tutor_copy, **{"lm_head.weight": table + 1})
     check_refused(tutor_copy, load, r"lm_head\.weight differs from the weight that the config ties it to")
+
+
+@every_loader
+def test_an_untied_model_needs_its_own_head(tutor_copy: Path, load: object) -> None:
+    edit_json(tutor_copy / "config.json", tie_word_embeddings=False)
+    check_refused(tutor_copy, load, r"the weight lm_head\.weight is missing")
+
+
+@every_loader
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_weights_of_any_dtype_load_in_the_wanted_one_and_stored_frequencies_are_ignored(
+    tutor_copy: Path, load: Callable, dtype: torch.dtype
+) -> None:
+    stored = {name: weight.to(dtype) for name, weight in load_file(tutor_copy / "model.safetensors").items()}
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # of some old checkpoints
+    edit_weights(tutor_copy, **stored, **frequencies)
+    found, expected = (load(resolve(model)).state_dict() for model in (tutor_copy, "tutor"))
+    assert {name: weight.dtype for name, weight in found.items()} == {n: w.dtype for n, w in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -210,3 +221,40 @@ def test_a_pool_larger_than_the_memory_is_refused_before_it_is_allocated(options
     with pytest.raises(MemoryError, match=r"a KV pool of .* GiB; cpu has .* GiB\. Lower num_kvcache_blocks") as caught:
         PagedLLM("random:qwen2-tiny", device="cpu", **options)
     assert "\n" not in str(caught.value)
+
+
+# ---- models that do not fit into memory ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | str], object]:
+    """Say how many bytes a container may have; `meminfo` beside it is what Linux says."""
+    limit = tmp_path / "memory.max"
+    for name, value in {"LIMITS": (limit, tmp_path / "nowhere"), "MEMINFO": tmp_path / "meminfo"}.items():
+        monkeypatch.setattr(memory, name, value)
+    return lambda count: limit.write_text(f"{count}\n")
+
+
+@every_loader
+@pytest.mark.parametrize("name", ["random:qwen2-tiny", "random:qwen3-tiny", "random:llama-tiny", "tutor"])
+def test_a_model_is_loaded_where_its_weights_fit_exactly_and_refused_with_one_byte_less(
+    name: str, load: Callable[..., torch.nn.Module], free: Callable
+) -> None:
+    source = resolve(name)
+    model = load(source)
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+    free(needed)
+    load(source)
+    free(needed - 1)
+    says = rf"the weights take {needed} bytes \(.* GiB, in .*\), and cpu has {needed - 1} bytes .* free; take a smaller"
+    with pytest.raises(MemoryError, match=says):
+        load(source)
+
+
+def test_what_is_free_is_what_linux_says_within_the_limit_of_a_container(tmp_path: Path, free: Callable) -> None:
+    assert memory.free_memory(CPU) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (tmp_path / "meminfo").write_text("MemTotal:     9000 kB\nMemAvailable:     100 kB\n")
+    assert memory.free_memory(CPU) == 102400
+    for limit, expected in (("max", 102400), (4096, 4096)):
+        free(limit)
+        assert memory.free_memory(CPU) == expected

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from fake_model import completion_of
 from torch._dynamo import config as compiler
 from torch._dynamo.utils import counters
 
@@ -61,20 +62,19 @@ def test_cache_lengths_may_be_more_than_pytorchs_limit_of_programs() -> None:
 
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize("warmup", [True, False])
-def test_with_the_warm_up_compiling_is_over_when_the_first_request_starts(warmup: bool) -> None:
+def test_with_the_warm_up_compiling_is_over_when_the_first_request_starts_and_logits_are_plain_tensors(
+    warmup: bool,
+) -> None:
     llm, compiled = LLM("random:qwen2-tiny", device="cpu", compile=True, warmup=warmup), []
-    llm.sampling_fn = lambda logits, _: (compiled.append(counters["stats"]["unique_graphs"]), logits.argmax(-1))[1]
-    llm.generate([[1, 2]], GREEDY, use_tqdm=False)
-    assert compiled[0] == (1 if warmup else 0) and compiled[-1] == 1
 
+    def note(logits: torch.Tensor, _: object) -> torch.Tensor:
+        assert not logits.requires_grad and not logits.is_inference()
+        compiled.append(counters["stats"]["unique_graphs"])
+        return logits.argmax(-1)
 
-@pytest.mark.usefixtures("traced_only")
-def test_a_compiled_step_records_nothing_for_autograd_and_its_logits_are_no_tensors_of_inference_mode() -> None:
-    llm, seen = LLM("random:qwen2-tiny", device="cpu", compile=True), []
-    llm.sampling_fn = lambda logits, _: (seen.append(logits), logits.argmax(-1))[1]
+    llm.sampling_fn = note
     llm.generate([[1, 2]], GREEDY, use_tqdm=False)
-    assert len(seen) == GREEDY.max_tokens
-    assert not any(logits.requires_grad or logits.is_inference() for logits in seen)
+    assert compiled[0] == (1 if warmup else 0) and compiled[-1] == 1 and len(compiled) == GREEDY.max_tokens
 
 
 @pytest.mark.parametrize(
@@ -132,18 +132,13 @@ def test_on_a_gpu_a_compiled_step_is_recorded_once_a_cache_length_and_gives_the_
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_sampling_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM("random:qwen2-tiny", device="cuda")
-    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3, max_tokens=8)
-    llm.generate([[1, 2, 3]], params, use_tqdm=False)
-
-    def refused_to_wait(*args: object) -> torch.Tensor:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return choose_tokens(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr("stage_b_decode_step.llm.choose_tokens", refused_to_wait)
-    [output] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-    assert len(output["token_ids"]) <= 8
+def test_on_a_gpu_sampling_waits_for_nothing() -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=3)
+    logits, completion = torch.randn(1, 4096, device="cuda"), completion_of([1, 2, 3], params)
+    expected = choose_tokens(logits, [completion], [0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = choose_tokens(logits, [completion], [0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)

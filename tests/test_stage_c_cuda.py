@@ -65,18 +65,6 @@ def test_the_kernels_that_run_on_a_cpu_match_float64_there(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 15, 16])
-def test_every_number_of_rows_gives_each_row_its_own_result(kernel, rows):
-    inputs = make_inputs(fused_swiglu_mlp, rows, 896, 4864, torch.bfloat16, "cuda", seed=rows)
-    out = fused_swiglu_mlp(*inputs, EPS, kernel)
-    assert error(out, swiglu_mlp_reference, inputs) < TOLERANCE[torch.bfloat16]
-    x, *weights, residual = inputs
-    alone = fused_swiglu_mlp(x[-1:].clone(), *weights, residual[-1:].clone(), EPS, kernel)
-    torch.testing.assert_close(out[-1:], alone, rtol=2**-7, atol=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_captured_graph_follows_its_inputs_and_repeats_exactly(kernel):
     inputs = make_inputs(fused_swiglu_mlp, 4, 896, 4864, torch.bfloat16, "cuda")
     fused_swiglu_mlp(*inputs, EPS, kernel)
@@ -101,25 +89,23 @@ def test_a_captured_graph_follows_its_inputs_and_repeats_exactly(kernel):
 def test_two_streams_at_once_do_not_disturb_each_other():
     inputs = [make_inputs(fused_swiglu_mlp, 2, 896, 4864, torch.bfloat16, "cuda", seed) for seed in range(2)]
     expected = [fused_swiglu_mlp(*each, EPS, "fused") for each in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
+    streams, results = [torch.cuda.Stream() for _ in inputs], []
     torch.cuda.synchronize()
-    results = [[], []]
     for _ in range(100):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[index].append(fused_swiglu_mlp(*inputs[index], EPS, "fused"))
+                results.append((index, fused_swiglu_mlp(*inputs[index], EPS, "fused")))
     torch.cuda.synchronize()
-    for index in range(2):
-        assert all(torch.equal(result, expected[index]) for result in results[index])
+    assert all(torch.equal(result, expected[index]) for index, result in results)
 
 
 @pytest.mark.gpu
-def test_not_a_number_in_one_row_stays_in_that_row():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_not_a_number_in_one_row_stays_in_that_row(kernel):
     inputs = make_inputs(fused_swiglu_mlp, 5, 896, 4864, torch.bfloat16, "cuda")
     inputs[0][2] = float("nan")
-    for kernel in KERNELS:
-        out = fused_swiglu_mlp(*inputs, EPS, kernel)
-        assert out[2].isnan().all() and out[[0, 1, 3, 4]].isfinite().all(), kernel
+    out = fused_swiglu_mlp(*inputs, EPS, kernel)
+    assert out[2].isnan().all() and out[[0, 1, 3, 4]].isfinite().all()
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 # rows, hidden, intermediate: one element a vector, ragged tiles, many slabs, more rows than a launch, a real model.
 SIZES = [(1, 8, 8), (1, 64, 176), (3, 104, 328), (5, 56, 40), (16, 256, 136), (17, 72, 200)]
 LARGE_SIZES = [(8, 896, 4864), (16, 896, 4864), (9, 2048, 8192), (16, 4104, 1544), (3, 24576, 264)]
-GPU_SIZES = [*SIZES, (2, 64, 176), (37, 1032, 2056), (1, 896, 4864), *LARGE_SIZES]
+GPU_SIZES = [*SIZES, (2, 64, 176), (37, 1032, 2056), *((rows, 896, 4864) for rows in (1, 4, 15)), *LARGE_SIZES]
 OPERATORS = [(fused_ln_mlp, ln_mlp_reference), (fused_swiglu_mlp, swiglu_mlp_reference)]
 
 gpu_or_cpu = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -63,29 +63,21 @@ CPU_KERNELS, GPU_KERNELS = ("auto", "fused", "library"), ("naive", "warp", "fuse
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("kernel", "device"),
-    [(kernel, "cpu") for kernel in CPU_KERNELS]
-    + [pytest.param(kernel, "cuda", marks=pytest.mark.gpu) for kernel in GPU_KERNELS],
+    [(kernel, "cpu") for kernel in (*CPU_KERNELS, "classical")]
+    + [pytest.param(kernel, "cuda", marks=pytest.mark.gpu) for kernel in (*GPU_KERNELS, "classical")],
 )
 def test_every_kernel_matches_float64(kernel, device, dtype):
-    for seed, (rows, hidden, inter) in enumerate(SIZES if device == "cpu" else GPU_SIZES):
-        inputs = make_inputs(fused_swiglu_mlp, rows, hidden, inter, dtype, device, seed)
+    operator, reference = OPERATORS[kernel != "classical"]
+    chosen = [] if kernel in ("auto", "classical") else [kernel]
+    # In the classical block long sums one after the other: on a GPU twice the error of the others' partial sums.
+    tolerance = TOLERANCE[dtype] * (2 if kernel == "classical" and device == "cuda" else 1)
+    sizes = SIZES if device == "cpu" else GPU_SIZES
+    for seed, (rows, hidden, inter) in enumerate([*sizes, (2, 30, 50)] if kernel == "classical" else sizes):  # any size
+        inputs = make_inputs(operator, rows, hidden, inter, dtype, device, seed)
         poison(inputs[0])
-        out = fused_swiglu_mlp(*inputs, EPS, *([] if kernel == "auto" else [kernel]))
+        out = operator(*inputs, EPS, *chosen)
         assert out.shape == (rows, hidden) and out.dtype == dtype
-        assert error(out, swiglu_mlp_reference, inputs) < TOLERANCE[dtype], (rows, hidden, inter)
-
-
-@gpu_or_cpu
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_classical_block_matches_float64(device, dtype):
-    # Long sums one after the other, as the formula reads: on a GPU twice the error of the others' partial sums.
-    tolerance = TOLERANCE[dtype] * (1 if device == "cpu" else 2)
-    for seed, (rows, hidden, inter) in enumerate([*(SIZES if device == "cpu" else GPU_SIZES), (2, 30, 50)]):  # any size
-        inputs = make_inputs(fused_ln_mlp, rows, hidden, inter, dtype, device, seed)
-        poison(inputs[0])
-        out = fused_ln_mlp(*inputs, EPS)
-        assert out.shape == (rows, hidden) and out.dtype == dtype
-        assert error(out, ln_mlp_reference, inputs) < tolerance, (rows, hidden, inter)
+        assert error(out, reference, inputs) < tolerance, (rows, hidden, inter)
 
 
 def test_auto_is_the_fused_kernel_for_as_many_rows_as_a_model_gives_it_and_the_library_beyond():
@@ -95,14 +87,6 @@ def test_auto_is_the_fused_kernel_for_as_many_rows_as_a_model_gives_it_and_the_l
         found = fused_swiglu_mlp(*inputs, EPS)
         assert torch.equal(found, fused_swiglu_mlp(*inputs, EPS, kernel))
         assert not torch.equal(found, fused_swiglu_mlp(*inputs, EPS, other))
-
-
-@gpu_or_cpu
-def test_rows_with_a_large_mean_keep_their_digits(device):
-    # E[x^2] - E[x]^2 in float32 would be wrong in the first digit here.
-    inputs = make_inputs(fused_ln_mlp, 3, 896, 64, torch.float32, device, mean=1000.0)
-    # x itself is rounded to 6e-5 at 1000, which float64 sees too; what is left is the kernels' own error.
-    assert error(fused_ln_mlp(*inputs, EPS), ln_mlp_reference, inputs) < 2e-4
 
 
 def test_float16_weights_of_every_size_are_widened_right():
@@ -126,6 +110,14 @@ def test_a_float16_weight_that_is_no_number_stays_none(value):
     inputs[3][:, 0] = value
     fused, library = (fused_swiglu_mlp(*inputs, EPS, kernel) for kernel in ("fused", "library"))
     assert not fused.isfinite().any() and torch.equal(fused.isnan(), library.isnan())
+
+
+@gpu_or_cpu
+def test_rows_with_a_large_mean_keep_their_digits(device):
+    # E[x^2] - E[x]^2 in float32 would be wrong in the first digit here.
+    inputs = make_inputs(fused_ln_mlp, 3, 896, 64, torch.float32, device, mean=1000.0)
+    # x itself is rounded to 6e-5 at 1000, which float64 sees too; what is left is the kernels' own error.
+    assert error(fused_ln_mlp(*inputs, EPS), ln_mlp_reference, inputs) < 2e-4
 
 
 @pytest.mark.parametrize("operator, _", OPERATORS)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
+from test_stage_a_loading import edit_json
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-import stage_c_fused_mlp.llm as stage
 from stage_a_naive.checkpoints.loading import load_hf_model, resolve
 from stage_b_decode_step import LLM as StageB
 from stage_c_fused_mlp import LLM, SamplingParams, replace_mlp_in_qwen, restore_mlp
@@ -106,34 +105,29 @@ def llama(**changes):
     return AutoModelForCausalLM.from_config(LlamaConfig(**(sizes | changes)))
 
 
+def without_gate(layer):
+    layer.mlp.gate_proj = None
+
+
+def with_biased_norm(layer):
+    layer.post_attention_layernorm.bias = torch.nn.Parameter(torch.zeros(32))
+
+
 @pytest.mark.parametrize(
-    "changes, message",
+    "model, change, message",
     [
-        ({"hidden_act": "gelu"}, "its activation is GELU.*expected SiLU"),
-        ({"mlp_bias": True}, "gate_proj, up_proj, down_proj has a bias"),
-        ({"intermediate_size": 44}, "sizes 32 and 44, expected multiples of 8"),
+        (llama(hidden_act="gelu"), id, "its activation is GELU.*expected SiLU"),
+        (llama(mlp_bias=True), id, "gate_proj, up_proj, down_proj has a bias"),
+        (llama(intermediate_size=44), id, "sizes 32 and 44, expected multiples of 8"),
+        (llama(), without_gate, "layer 1 .* has no linear layer gate_proj, so it is not the gated kind"),
+        (llama(), with_biased_norm, "layer 1 .* is LlamaRMSNorm, expected an RMSNorm without a bias"),
     ],
 )
-def test_a_block_of_another_kind_is_refused_and_nothing_is_changed(changes, message):
-    model = llama(**changes)
+def test_a_block_of_another_kind_is_refused_and_nothing_is_changed(model, change, message):
+    change(model.model.layers[1])
     with pytest.raises(PatchError, match=message):
         replace_mlp_in_qwen(model)
     assert not any("forward" in vars(layer) for layer in model.model.layers)
-
-
-def test_one_strange_layer_leaves_the_others_as_they_were():
-    model = llama()
-    model.model.layers[1].mlp.gate_proj = None
-    with pytest.raises(PatchError, match="layer 1 .* has no linear layer gate_proj, so it is not the gated kind"):
-        replace_mlp_in_qwen(model)
-    assert "forward" not in vars(model.model.layers[0])
-
-
-def test_a_norm_with_a_bias_is_refused():
-    model = llama()
-    model.model.layers[1].post_attention_layernorm.bias = torch.nn.Parameter(torch.zeros(32))
-    with pytest.raises(PatchError, match="layer 1 .* is LlamaRMSNorm, expected an RMSNorm without a bias"):
-        replace_mlp_in_qwen(model)
 
 
 def test_a_model_without_decoder_layers_of_this_family_is_refused():
@@ -151,31 +145,17 @@ def test_a_compiled_step_with_graphs_gives_the_same_tokens():
     assert found[0]["token_ids"] == expected[0]["token_ids"]
 
 
-def test_kernels_that_cannot_run_are_refused_before_anything_is_built_or_loaded(monkeypatch):
+def test_every_layer_has_the_kernel_that_was_asked_for():
+    llm = LLM(TINY[0], mlp_kernel="library", device="cpu")
+    assert {layer.mlp.kernel for layer in llm.model.model.layers} == {"library"}
+
+
+def test_kernels_that_cannot_run_are_refused_before_anything_is_loaded(tutor_copy: Path):
     with pytest.raises(ValueError, match="mlp_kernel must be one of auto, naive, .* got 'quick'"):
         LLM("no such model", mlp_kernel="quick")
-    monkeypatch.setattr(stage, "load_operators", lambda device: pytest.fail("something was built"))
+    (tutor_copy / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="mlp_kernel='warp' cannot run here: it is a CUDA kernel; on the CPU use"):
-        LLM(TINY[0], mlp_kernel="warp", device="cpu")
-    config = SimpleNamespace(hidden_size=128, intermediate_size=44)
-    monkeypatch.setattr(stage, "resolve", lambda model: SimpleNamespace(config=config))
-    with pytest.raises(ValueError, match="sizes are 128 and 44, and it takes multiples of 8; stage B takes any size"):
-        LLM(TINY[0], device="cpu")
-
-
-@pytest.mark.parametrize("kernel", ["fused", "library"])
-def test_every_layer_has_the_kernel_that_was_asked_for(kernel):
-    llm = LLM(TINY[0], mlp_kernel=kernel, device="cpu")
-    assert {layer.mlp.kernel for layer in llm.model.model.layers} == {kernel}
-
-
-def test_the_time_of_building_the_extension_is_in_the_build_time(monkeypatch):
-    clock, load, ahead = time.perf_counter, stage.load_operators, [0.0]
-
-    def load_for_long(device):
-        ahead[0] = 1000.0
-        return load(device)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead[0])
-    monkeypatch.setattr(stage, "load_operators", load_for_long)
-    assert LLM(TINY[0], device="cpu").build_time > 1000
+        LLM(tutor_copy, mlp_kernel="warp", device="cpu")
+    edit_json(tutor_copy / "config.json", intermediate_size=44)
+    with pytest.raises(ValueError, match="sizes are 256 and 44, and it takes multiples of 8; stage B takes any size"):
+        LLM(tutor_copy, device="cpu")

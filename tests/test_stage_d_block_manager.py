@@ -8,10 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stage_d_paged import block_manager as block_manager_module
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import memory_report
-from stage_d_paged.sequence import Sequence
+from stage_d_paged.sequence import Sequence, pack
 
 pytestmark = pytest.mark.fast
 
@@ -33,68 +32,46 @@ def run(manager: BlockManager, sequence: Sequence) -> None:
     manager.index_computed(sequence)
 
 
-def test_a_full_block_stays_cached_after_its_sequence_until_it_is_handed_out_again():
-    manager = BlockManager(3, 4)
-    first = admit(manager, list(range(6)))
-    assert [manager.is_cached(block) for block in first.block_table] == [True, False], "only full blocks are"
-    full = first.block_table[0]
-    manager.free(first)
-    assert manager.num_free == 3 and manager.is_cached(full)
-    admit(manager, list(range(50, 62)))  # takes all three
-    assert manager.num_free == 0
-    assert manager.count_cached_tokens(make(list(range(6)))) == 0
+CACHED = {  # blocks of the pool, tokens of a block, what has ended, what runs, a prompt, how much of it is cached
+    "a full block outlives its sequence": (3, 4, [range(6)], [], range(6), 4),
+    "until it is handed out again": (3, 4, [range(6)], [range(50, 62)], range(6), 0),
+    "the last block is computed again": (10, 4, [range(8)], [], range(8), 4),
+    "a running sequence shares its full blocks": (10, 4, [], [range(10)], [*range(10), 77], 8),
+    "blocks that were never used go first": (4, 2, [[1, 2], [3, 4]], [[9] * 3], [1, 2, 0], 2),
+    "then the one that was freed first": (4, 2, [[1, 2], [3, 4]], [[9] * 5], [1, 2, 0], 0),
+    "and no other": (4, 2, [[1, 2], [3, 4]], [[9] * 5], [3, 4, 0], 2),
+    "a part of a block goes before full ones": (3, 4, [[1, 2, 3, 4], [5, 6]], [range(50, 58)], [1, 2, 3, 4, 9], 4),
+    "a prefix outlives its continuation": (4, 2, [range(1, 9)], [[9, 9, 9]], range(1, 9), 4),
+    "equal blocks after different prefixes differ": (9, 2, [], [[1, 1, 5, 6], [2, 2, 7, 8]], [2, 2, 5, 6, 0], 2),
+}
 
 
-def test_the_token_after_a_full_block_goes_into_a_new_block():
-    manager = BlockManager(10, 4)
-    sequence = admit(manager, [1, 2, 3])
-    sequence.token_ids.append(4)
-    assert manager.append(sequence) and len(sequence.block_table) == 1
-    sequence.token_ids.append(5)
-    assert manager.append(sequence) and len(sequence.block_table) == 2
+@pytest.mark.parametrize(("blocks", "size", "ended", "running", "prompt", "cached"), CACHED.values(), ids=CACHED)
+def test_what_of_a_prompt_is_cached(blocks: int, size: int, ended: list, running: list, prompt: list, cached: int):
+    manager = BlockManager(blocks, size)
+    for tokens in ended:
+        manager.free(admit(manager, list(tokens)))
+    live = [admit(manager, list(tokens)) for tokens in running]
+    sequence = make(list(prompt))
+    assert manager.count_cached_tokens(sequence) == cached
+    if manager.allocate(sequence, len(sequence)):
+        assert sequence.num_cached_tokens == sequence.num_computed_tokens == cached
+    manager.check_invariants([*live, sequence])
 
 
-def test_an_allocation_that_does_not_fit_changes_nothing():
-    manager = BlockManager(4, 4)
-    first = admit(manager, list(range(8)))
-    too_long = make([*range(8), *range(100, 112)])  # shares 2 blocks, needs 3 more, 2 are free
-    assert not manager.allocate(too_long, len(too_long))
-    assert too_long.block_table == [] and too_long.num_computed_tokens == 0
-    manager.check_invariants([first])
+def test_the_prefix_cache_can_be_switched_off():
+    manager = BlockManager(10, 4, enable_prefix_caching=False)
+    admit(manager, list(range(9)))
+    second = admit(manager, list(range(9)))
+    assert second.num_cached_tokens == 0 and manager.num_used == 6
 
 
-def test_the_watermark_keeps_blocks_free():
+def test_the_watermark_keeps_blocks_free_and_revived_blocks_count_as_taken_from_them():
     manager = BlockManager(4, 4)
     assert not manager.allocate(make([1] * 12), 12, watermark=2)
-    assert manager.allocate(make([1] * 8), 8, watermark=2)
-
-
-def test_revived_blocks_count_as_taken_from_the_free_ones():
-    manager = BlockManager(3, 4)
     manager.free(admit(manager, list(range(8))))
-    assert not manager.allocate(make([*range(8), 99]), 9, watermark=1)
-    assert manager.allocate(make([*range(8), 99]), 9)
-
-
-def test_a_fully_cached_prompt_still_recomputes_its_last_block():
-    manager = BlockManager(10, 4)
-    manager.free(admit(manager, list(range(8))))
-    again = make(list(range(8)))
-    assert manager.allocate(again, len(again))
-    assert again.num_cached_tokens == again.num_computed_tokens == 4
-    assert again.num_uncomputed_tokens == 4
-
-
-def test_a_running_sequence_shares_its_full_blocks():
-    manager = BlockManager(10, 4)
-    first = admit(manager, list(range(10)))
-    second = admit(manager, [*range(10), 77])
-    assert second.block_table[:2] == first.block_table[:2]
-    assert second.block_table[2] != first.block_table[2]  # a block that is not full is never shared
-    manager.check_invariants([first, second])
-    manager.free(first)
-    assert manager.num_used == 3
-    manager.check_invariants([second])
+    assert not manager.allocate(make([*range(8), 99]), 9, watermark=2)
+    assert manager.allocate(make([*range(8), 99]), 9, watermark=1)
 
 
 def test_the_live_twin_of_an_evicted_block_stays_findable():
@@ -113,40 +90,20 @@ def test_the_live_twin_of_an_evicted_block_stays_findable():
     manager.check_invariants([second, evictor])
 
 
-def test_blocks_without_content_go_first_then_the_least_recently_freed():
-    manager = BlockManager(4, 2)
-    old, new = admit(manager, [1, 2]), admit(manager, [3, 4])
-    manager.free(old)
-    manager.free(new)
-    taker = admit(manager, [9, 9, 9, 9, 9])  # three blocks: the two never used, then the one freed first
-    assert manager.count_cached_tokens(make([1, 2, 0])) == 0
-    assert manager.count_cached_tokens(make([3, 4, 0])) == 2
-    manager.check_invariants([taker])
+def test_a_hash_collision_is_not_a_hit():
+    def colliding(tokens: list[int]) -> Sequence:
+        sequence = make(tokens)
+        sequence.block_keys = [(42, pack(tokens[i : i + 2])) for i in range(0, len(tokens) - 1, 2)]
+        return sequence
 
-
-def test_a_prefix_outlives_its_continuation():
-    manager = BlockManager(4, 2)
-    manager.free(admit(manager, [1, 2, 3, 4, 5, 6, 7, 8]))
-    taker = admit(manager, [9, 9, 9])
-    assert manager.count_cached_tokens(make([1, 2, 3, 4, 5, 6, 7, 8])) == 4
-    manager.check_invariants([taker])
-
-
-def test_equal_blocks_after_different_prefixes_are_different():
-    manager = BlockManager(10, 2)
-    admit(manager, [1, 1, 5, 6])
-    admit(manager, [2, 2, 7, 8])
-    assert manager.count_cached_tokens(make([2, 2, 5, 6, 0])) == 2
-
-
-def test_a_hash_collision_is_not_a_hit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(block_manager_module, "block_key", lambda parent_key, tokens: 42)
     manager = BlockManager(20, 2)
-    admit(manager, [1, 1, 5, 6])
-    admit(manager, [2, 2, 7, 8])
-    assert manager.count_cached_tokens(make([1, 1, 5, 6, 0])) == 4
-    assert manager.count_cached_tokens(make([2, 2, 5, 6, 0])) == 2  # the prefix decides, not the tokens alone
-    assert manager.count_cached_tokens(make([3, 3, 5, 6, 0])) == 0
+    for tokens in ([1, 1, 5, 6], [2, 2, 7, 8]):
+        sequence = colliding(tokens)
+        assert manager.allocate(sequence, 4)
+        run(manager, sequence)
+    assert manager.count_cached_tokens(colliding([1, 1, 5, 6, 0])) == 4
+    assert manager.count_cached_tokens(colliding([2, 2, 5, 6, 0])) == 2  # the prefix decides, not the tokens alone
+    assert manager.count_cached_tokens(colliding([3, 3, 5, 6, 0])) == 0
 
 
 def test_generated_tokens_are_cached_too():
@@ -160,13 +117,6 @@ def test_generated_tokens_are_cached_too():
     assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4
     assert manager.count_cached_tokens(make([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
     manager.index_computed(sequence)  # it has no blocks any more
-
-
-def test_the_prefix_cache_can_be_switched_off():
-    manager = BlockManager(10, 4, enable_prefix_caching=False)
-    admit(manager, list(range(9)))
-    second = admit(manager, list(range(9)))
-    assert second.num_cached_tokens == 0 and manager.num_used == 6
 
 
 def test_the_invariants_notice_a_leaked_block():
@@ -268,11 +218,3 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 TestBlockManagerInAnyOrder = BlockManagerMachine.TestCase
 TestBlockManagerInAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_freed_block_without_content_goes_before_the_cached_ones_that_were_freed_earlier():
-    manager = BlockManager(3, 4)
-    manager.free(admit(manager, [1, 2, 3, 4]))  # a full block
-    manager.free(admit(manager, [5, 6]))  # a part of one, freed later
-    admit(manager, list(range(50, 58)))
-    assert manager.count_cached_tokens(make([1, 2, 3, 4, 9])) == 4

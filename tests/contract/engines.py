@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from itertools import count
+from pathlib import Path
 
 import pytest
 from stand_ins import EagerRecorder
@@ -17,6 +24,7 @@ from stage_a_naive import GenerationOutput, SamplingParams
 from stage_f_graph_tp.cuda_graph import capture_sizes
 from stage_f_graph_tp.prefill_graphs import prefill_sizes
 
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "random:qwen2-tiny"
 VOCAB = 4096
 POOL = {"num_kvcache_blocks": 256, "kvcache_block_size": 8, "max_model_len": 2000}
@@ -95,31 +103,13 @@ ENGINES = [
     row("f", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows"),
     row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", without="overlap"),
     row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", prepare=record),
-    row("8 bits", "beyond.quantization", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
-    row("guesses", "beyond.speculation", BATCHING, *ALONE, "penalty rows", speculation="ngram"),
-    row(
-        "guesses, recorded", "beyond.speculation", BATCHING, *ALONE, "penalty rows", prepare=record, speculation="ngram"
-    ),
-    row(
-        "guesses, no overlap",
-        "beyond.speculation",
-        BATCHING,
-        *ALONE,
-        "penalty rows",
-        without="overlap",
-        speculation="ngram",
-    ),
-    row(
-        "guesses of a model",
-        "beyond.speculation",
-        BATCHING,
-        *ALONE,
-        "penalty rows",
-        speculation="model",
-        draft_model=MODEL,
-    ),
+    row("8 bits", "beyond", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
+    row("guesses", "beyond", BATCHING, *ALONE, "penalty rows", speculation="ngram"),
+    row("guesses, recorded", "beyond", BATCHING, *ALONE, "penalty rows", prepare=record, speculation="ngram"),
+    row("guesses, no overlap", "beyond", BATCHING, *ALONE, "penalty rows", without="overlap", speculation="ngram"),
+    row("guesses of a model", "beyond", BATCHING, *ALONE, "penalty rows", speculation="model", draft_model=MODEL),
     row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
-    row("two stages", "beyond.scale_out", BATCHING, "exact", "penalty rows", pipeline_parallel_size=2),
+    row("two stages", "beyond", BATCHING, "exact", "penalty rows", pipeline_parallel_size=2),
 ]
 PACKAGES = list(dict.fromkeys(engine.package for engine in ENGINES))
 PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in engine.has))
@@ -127,7 +117,7 @@ PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in eng
 
 def options_class(package: str) -> type:
     """The dataclass of an engine's options, from stage D on."""
-    module = importlib.import_module(f"{package.partition('.')[0]}.options")  # the packages of `beyond` have one engine
+    module = importlib.import_module(f"{package}.options")
     [found] = [v for v in vars(module).values() if is_dataclass(v) and v.__module__ == module.__name__]
     return found
 
@@ -175,6 +165,39 @@ def forward_calls(llm: NaiveLLM, call: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def waiting_call(llm: NaiveLLM, prompt: list[int]) -> Iterator[tuple[Future, threading.Event]]:
+    """A call in another thread that has told its first piece of text, and the event for which it waits in between."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(ask, llm, [prompt], GREEDY, wait)
+        try:
+            assert begun.wait(60)
+            yield call, go_on
+        finally:
+            go_on.set()
+
+
+def python(*argv: str, first_on_path: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the repository, with the modules in `first_on_path` before all others."""
+    paths = os.pathsep.join([str(first_on_path), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        # a test run in the background of a shell ignores SIGINT, and a child inherits that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def listener(count: int) -> tuple[list[str], Callable[[int, str], None]]:

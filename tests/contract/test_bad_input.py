@@ -21,7 +21,9 @@ BAD = {
     "bytes": (b"abc", GREEDY, "bytes first"),
     "a dictionary": ([{"text": "abc"}], GREEDY, "prompt 0: a dictionary has 'prompt'"),
     "too few parameters": (["a", "b", "c"], [GREEDY], "3 prompts but 1 sampling parameters"),
-    "a text for parameters": ("a", "greedy", "sampling_params is a SamplingParams"),
+    "a text for parameters": ("a", "greedy", "sampling_params is a SamplingParams, .* got 'greedy'"),
+    "a dictionary for parameters": ("a", {"temperature": 0}, "sampling_params is a SamplingParams"),
+    "a number for parameters": ("a", 3, "sampling_params is a SamplingParams"),
     "texts for parameters": (["a"], ["greedy"], "expected SamplingParams"),
 }
 

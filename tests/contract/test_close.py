@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from contract.engines import GREEDY, ask
+from contract.engines import GREEDY, PROMPTS, ask, waiting_call
 
 CLOSED = "^this engine is closed; make a new LLM$"
 
@@ -29,18 +28,11 @@ def test_a_closed_engine_refuses_in_the_same_words_and_closes_twice(engine) -> N
 @pytest.mark.needs("calls in turn")
 def test_a_call_that_waited_for_its_turn_while_the_engine_was_closed_is_refused(engine) -> None:
     llm = engine.make()
-    running, waiting = threading.Event(), threading.Event()
-
-    def wait_and_close(*_: object) -> None:
-        running.set()
-        assert waiting.wait(60)
-        time.sleep(0.05)  # until the other call waits for this one; if it comes later still, it is refused as well
+    with ThreadPoolExecutor(1) as threads, waiting_call(llm, PROMPTS[0]) as (first, go_on):
+        second = threads.submit(ask, llm, "abc")
+        time.sleep(0.05)  # until it waits for its turn; if it comes later still, it is refused as well
         llm.close()
-
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(ask, llm, "abc", GREEDY, wait_and_close)
-        assert running.wait(60)
-        waiting.set()
+        go_on.set()
         with pytest.raises(RuntimeError, match=CLOSED):
-            ask(llm, "abc")
+            second.result(60)
         assert len(first.result(60)[0]) == GREEDY.max_tokens

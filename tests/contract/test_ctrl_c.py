@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from contract.engines import python
 from stage_a_naive.entrypoints import interrupts
 
-ROOT = Path(__file__).resolve().parents[2]
 # What Python imports when it starts: sends the signal when a module is looked for that only the command wants.
 SITECUSTOMIZE = """
 import os, signal, sys
@@ -35,26 +32,12 @@ COMMANDS = [
 ]
 
 
-def interrupted(command: list[str], at: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command, with Ctrl-C when it looks for one of the modules `at`."""
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "AT": at},
-        capture_output=True,
-        text=True,
-        check=False,
-        # a test run in the background of a shell ignores SIGINT, and a child inherits that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
 def test_a_command_that_is_interrupted_while_it_starts_says_so_and_nothing_else(
     command: list[str], tmp_path: Path
 ) -> None:
-    done = interrupted(command, "argparse labs.exercises benchmarks.engines", tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    done = python(*command, first_on_path=tmp_path, AT="argparse labs.exercises benchmarks.engines")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
@@ -62,7 +45,8 @@ def test_a_program_that_imports_an_engine_keeps_its_own_interrupts(tmp_path: Pat
     (tmp_path / "theirs.py").write_text(
         "import stage_a_naive\ntry:\n    import argparse\nexcept KeyboardInterrupt:\n    print('theirs')\n"
     )
-    done = interrupted(["-m", "theirs"], "argparse", tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    done = python("-m", "theirs", first_on_path=tmp_path, AT="argparse")
     assert (done.returncode, done.stdout, done.stderr) == (0, "theirs\n", "")
 
 

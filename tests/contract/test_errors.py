@@ -1,25 +1,32 @@
-"""What one request raises ends that request alone, and nothing of its call stays behind."""
+"""What one request raises, or its abort, ends that request alone, and nothing of its call stays behind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from interrupts import fail_at_token
 
-from contract.engines import GREEDY, NOTHING, PROMPTS, ask, finish, forward_calls, held, ids
-from stage_a_naive import SamplingParams
+from contract.engines import GREEDY, NOTHING, PROMPTS, ask, finish, forward_calls, held, ids, waiting_call
 
-READ_AS_IT_COMES = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, stop="zzz")
+READ_AS_IT_COMES = replace(GREEDY, stop="zzz")
+
+
+def stopping(error: type[BaseException]) -> Callable[[int, str], None]:
+    """A callback that raises `error`."""
+
+    def stop(index: int, piece: str) -> None:
+        raise error("stop here")
+
+    return stop
 
 
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 def test_an_error_in_a_callback_leaves_nothing_of_its_call_behind(llm, expected, error: type) -> None:
-    def stop(index: int, piece: str) -> None:
-        raise error("stop here")
-
     with pytest.raises(error, match="stop here"):
-        ask(llm, PROMPTS, GREEDY, stop)
+        ask(llm, PROMPTS, GREEDY, stopping(error))
     told: set[int] = set()
     assert ask(llm, PROMPTS[:2], GREEDY, lambda index, piece: told.add(index)) == expected[:2]
     assert told == {0, 1}
@@ -27,25 +34,19 @@ def test_an_error_in_a_callback_leaves_nothing_of_its_call_behind(llm, expected,
 
 @pytest.mark.needs("pool")
 def test_a_call_beside_added_requests_that_fails_takes_none_of_them_along(llm, expected) -> None:
-    def stop(index: int, piece: str) -> None:
-        raise LookupError("stop here")
-
     request = llm.add_request(PROMPTS[1], GREEDY)
     with pytest.raises(LookupError, match="stop here"):
-        ask(llm, PROMPTS[2:4], GREEDY, stop)
+        ask(llm, PROMPTS[2:4], GREEDY, stopping(LookupError))
     assert finish(llm) == {request: expected[1]}
 
 
 @pytest.mark.needs("side by side")
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 def test_an_error_in_a_callback_ends_its_own_call_alone(llm, expected, error: type) -> None:
-    def stop(index: int, piece: str) -> None:
-        raise error("stop here")
-
     good = llm.stream([PROMPTS[1]], GREEDY)
     pieces = [next(good)[1]]
     with pytest.raises(error, match="stop here"):
-        ask(llm, PROMPTS[2:4], GREEDY, stop)
+        ask(llm, PROMPTS[2:4], GREEDY, stopping(error))
     assert "".join(pieces + [piece for _, piece in good]) == llm.tokenizer.decode(expected[1])
 
 
@@ -112,3 +113,26 @@ def test_requests_that_were_added_outlive_steps_that_break_off(engine, expected,
                 with suppress(error):
                     outputs.update(llm.step()[0])
         assert [outputs[request] for request in added] == expected[:3]
+
+
+@pytest.mark.needs("side by side")
+def test_an_abort_from_another_thread_is_an_error_of_the_call_that_waits(llm, expected) -> None:
+    with waiting_call(llm, PROMPTS[1]) as (call, go_on):
+        [sequence] = llm.engine.scheduler.unfinished
+        assert llm.calls.abort(sequence.request_id)
+        go_on.set()
+        with pytest.raises(RuntimeError, match=r"request \d+ was aborted by another call"):
+            call.result(60)
+    assert ask(llm, PROMPTS[:1]) == expected[:1]
+
+
+@pytest.mark.needs("side by side")
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_a_request_that_was_added_and_aborted_is_no_error_of_the_steps_after(llm, expected, num_steps: int) -> None:
+    aborted = llm.add_request(PROMPTS[0], replace(GREEDY, max_tokens=100))
+    kept = llm.add_request(PROMPTS[1], GREEDY)
+    outputs: dict[int, list[int]] = {}
+    for _ in range(num_steps):
+        outputs.update(llm.step()[0])
+    assert llm.calls.abort(aborted) and not llm.calls.abort(aborted)
+    assert outputs | finish(llm) == {kept: expected[1]}

@@ -1,13 +1,9 @@
-"""Scripts written for nano-vllm run from stage D on after changing their import line, and on nothing else changed.
-
-The scripts use what nano-vllm's `LLM` offers, with its meanings: options in the constructor, `generate` with one or
-several `SamplingParams`, outputs that are dictionaries with `text` and `token_ids`, and `add_request`, `step`,
-`is_finished` and `exit`.
-"""
+"""Scripts written for nano-vllm run from stage D on after changing their import line, and on nothing else changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,29 +66,29 @@ llm.exit()
 
 
 @pytest.fixture(params=PAGED)
-def run(request: pytest.FixtureRequest) -> Callable[[str], dict]:
-    def run_script(script: str) -> dict:
+def run(request: pytest.FixtureRequest) -> Callable[[str], SimpleNamespace]:
+    def run_script(script: str) -> SimpleNamespace:
         names: dict = {"path": str(TUTOR_PATH)}
         exec(script.replace("from nanovllm import", f"from {request.param} import"), names)
-        return names
+        return SimpleNamespace(**names)
 
     return run_script
 
 
 def test_a_script_that_generates(run):
     found = run(OFFLINE)
-    assert len(found["texts"]) == 2 and all(isinstance(text, str) for text in found["texts"])
-    assert all(1 <= length <= 12 for length in found["lengths"])
+    assert len(found.texts) == 2 and all(isinstance(text, str) for text in found.texts)
+    assert all(1 <= length <= 12 for length in found.lengths)
 
 
 def test_a_script_that_measures_throughput(run):
     found = run(THROUGHPUT)
-    assert found["lengths"] == [params.max_tokens for params in found["sampling_params"]]
+    assert found.lengths == [params.max_tokens for params in found.sampling_params]
 
 
 def test_a_script_that_drives_the_steps(run):
     found = run(STEPS)
-    assert [len(token_ids) for _, token_ids in sorted(found["answers"].items())] == [6, 6, 6]
-    tokenizer = found["llm"].tokenizer
-    assert found["prefilled"] == 3 + sum(len(tokenizer.encode(p)) for p in ("What is a KV cache?", "What is prefill?"))
-    assert found["decoded"] == 3 * 5
+    assert [len(token_ids) for _, token_ids in sorted(found.answers.items())] == [6, 6, 6]
+    tokenizer = found.llm.tokenizer
+    assert found.prefilled == 3 + sum(len(tokenizer.encode(p)) for p in ("What is a KV cache?", "What is prefill?"))
+    assert found.decoded == 3 * 5

@@ -34,3 +34,16 @@ def test_one_string_is_one_prompt_and_token_ids_are_taken_as_they_are(llm) -> No
     [output] = llm.generate("hello", GREEDY, False)
     assert ask(llm, [output["prompt_token_ids"]]) == [output["token_ids"]]
     assert llm.generate([], GREEDY, False) == []
+
+
+def test_logprobs_are_the_same_alone_and_beside_one_that_asks_for_more(llm) -> None:
+    counts = (1, 9, None, 0, 3)
+    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=count) for count in counts]
+    outputs = llm.generate(PROMPTS, params, False)
+    assert ["logprobs" in output for output in outputs] == [True, True, False, True, True]
+    for prompt, asked, output in zip(PROMPTS, params, outputs, strict=True):
+        if asked.logprobs is not None:
+            [alone] = llm.generate([prompt], asked, False)
+            for step, same in zip(output["logprobs"], alone["logprobs"], strict=True):
+                assert list(step) == list(same) and step == pytest.approx(same, abs=1e-4)
+            assert all(token in step for token, step in zip(output["token_ids"], output["logprobs"], strict=True))

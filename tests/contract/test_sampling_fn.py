@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -34,37 +35,47 @@ def nucleus(logits: torch.Tensor, p: float = 0.9) -> torch.Tensor:
     return order.gather(-1, sorted_logits.masked_fill(rest, -torch.inf).softmax(-1).multinomial(1)).squeeze(-1)
 
 
+def failing_in_every_third_step(error: type[BaseException]) -> Callable:
+    steps = count(1)
+
+    def choose(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+        if next(steps) % 3 == 0:
+            raise error("stop here")
+        return logits.argmax(-1)
+
+    return choose
+
+
 @pytest.mark.parametrize(
     ("function", "error", "says"),
     [
         (fail, LookupError, "stop here"),
+        (failing_in_every_third_step(RuntimeError), RuntimeError, "stop here"),
+        (failing_in_every_third_step(KeyboardInterrupt), KeyboardInterrupt, "stop here"),
         (outside, ValueError, "token id 4096, outside the vocabulary of 4096"),
         (lambda logits, params: -outside(logits, params), ValueError, "token id -4096, outside the vocabulary of 4096"),
         (lambda logits, params: logits, ValueError, "must return a tensor of integer ids of shape"),
         (lambda logits, params: logits.argmax(-1).tolist(), ValueError, r"integer ids of shape \[\d\], got \[\d+"),
         (lambda logits, params: None, ValueError, r"integer ids of shape \[\d\], got None"),
+        (0.9, ValueError, "sampling_fn must be None or a function .* got 0.9"),
     ],
-    ids=["raises", "outside the vocabulary", "below 0", "no ids", "a list", "nothing"],
+    ids=[
+        "raises",
+        "late",
+        "interrupted",
+        "outside the vocabulary",
+        "below 0",
+        "no ids",
+        "a list",
+        "nothing",
+        "a number",
+    ],
 )
 def test_what_a_sampler_does_wrong_is_named_and_the_next_call_is_right(llm, expected, function, error, says) -> None:
     with sampler(llm, function), pytest.raises(error, match=says) as caught:
         ask(llm, PROMPTS[:2])
     assert "\n" not in str(caught.value)
     assert ask(llm, PROMPTS[:2]) == expected[:2]
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_sampler_that_raises_in_the_third_step_ends_its_call_there(llm, expected, error: type) -> None:
-    calls = count(1)
-
-    def raise_at_the_third(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-        if next(calls) == 3:
-            raise error("stop here")
-        return logits.argmax(-1)
-
-    with sampler(llm, raise_at_the_third), pytest.raises(error, match="stop here"):
-        ask(llm, PROMPTS[:1])
-    assert ask(llm, PROMPTS[:1]) == expected[:1]
 
 
 def test_a_replaced_sampler_is_asked_with_float32_logits_and_one_parameter_a_row(llm, expected) -> None:
@@ -96,14 +107,7 @@ def test_the_logits_are_float32_also_of_a_model_in_16_bits(engine) -> None:
 
 @pytest.mark.needs("exact")
 def test_penalties_are_applied_before_a_replaced_sampler_sees_the_logits(llm, naive) -> None:
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=10,
-        ignore_eos=True,
-        repetition_penalty=1.4,
-        presence_penalty=0.5,
-        frequency_penalty=0.5,
-    )
+    params = replace(GREEDY, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.5)
     with sampler(llm, second_best), sampler(naive, second_best):
         assert ask(llm, PROMPTS[:2], params) == ask(naive, PROMPTS[:2], params)
 
@@ -132,11 +136,6 @@ def test_a_sampler_of_the_logits_alone_is_refused_with_how_to_use_it(llm, functi
 @pytest.mark.parametrize("usual", [torch.argmax, lambda *given: 1, lambda logits, params=None: 1, second_best])
 def test_what_may_take_logits_and_parameters_is_called(usual: Callable) -> None:
     check_sampling_fn(usual)
-
-
-def test_a_sampler_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(ValueError, match="sampling_fn must be None or a function .* got 0.9"):
-        check_sampling_fn(0.9)
 
 
 def test_a_sampler_that_writes_to_its_logits_changes_no_log_probability(llm) -> None:

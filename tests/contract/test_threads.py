@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from contract.engines import GREEDY, PROMPTS, ask, finish, sampler
+from contract.engines import GREEDY, PROMPTS, ask, finish, sampler, waiting_call
 from stage_a_naive import SamplingParams
 
 
@@ -131,29 +131,17 @@ def test_threads_that_generate_stream_and_give_up_are_served_side_by_side(llm, e
 
 
 @pytest.mark.needs("side by side")
-def test_a_short_call_beside_a_long_one_does_not_wait_for_its_end(llm, expected) -> None:
-    begun, short_ended = threading.Event(), threading.Event()
-    pieces: list[str] = []
-
-    def take(index: int, piece: str) -> None:
-        pieces.append(piece)
-        begun.set()
-        if len(pieces) == 3:
-            assert short_ended.wait(60), "the short call waits for the long one"
-
-    with ThreadPoolExecutor(1) as threads:
-        params = SamplingParams(temperature=0.9, seed=3, max_tokens=100, ignore_eos=True)
-        running = threads.submit(llm.generate, [PROMPTS[0]], params, False, take)
-        assert begun.wait(60)
-        assert ask(llm, [PROMPTS[2]]) == [expected[2]]
-        short_ended.set()
-        assert running.result(60)[0]["text"] == "".join(pieces) and len(pieces) > 3
-
-
-@pytest.mark.needs("side by side")
 def test_a_stream_that_nobody_reads_holds_neither_the_engine_nor_its_lock(llm, expected) -> None:
     stream = llm.stream([PROMPTS[1]], GREEDY)
     pieces = [next(stream)[1]]
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(ask, llm, PROMPTS[:3]).result(60) == expected[:3]
     assert "".join(pieces + [piece for _, piece in stream]) == llm.tokenizer.decode(expected[1])
+
+
+@pytest.mark.needs("side by side")
+def test_a_short_call_beside_a_long_one_does_not_wait_for_its_end(llm, expected) -> None:
+    with waiting_call(llm, PROMPTS[1]) as (long, go_on):
+        assert ask(llm, [PROMPTS[2]]) == [expected[2]]
+        go_on.set()
+        assert long.result(60) == [expected[1]]
