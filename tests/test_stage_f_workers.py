@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from contract.engines import GREEDY, PROMPTS, ask, one_by_one, sampler
+from contract.engines import GREEDY, PROMPTS, ask, one_by_one
 from ranks import (
     MIXED,
     SECONDS,
@@ -192,7 +192,7 @@ def test_an_engine_closed_by_another_thread_in_the_middle_of_a_step_says_so():
 def test_a_step_that_fails_on_rank_0_alone_is_an_error_that_ends_the_workers():
     with within_seconds(), forked_ranks():
         llm = ranked()
-        llm.runner.layers.run = lambda *args: 1 / 0  # the other rank now waits in a collective
+        llm.runner.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)  # the other rank waits in a collective
         with pytest.raises(WorkerError, match="rank 0 could not run a step: ZeroDivisionError"):
             ask(llm, PROMPTS)
 
@@ -247,20 +247,6 @@ def test_recording_graphs_of_any_kind_ends_when_a_rank_has_died(sizes, prefills)
         with pytest.raises(WorkerError, match="rank 1 of 2 died"):
             llm.runner.capture(llm.runner.placement.watch(record), sizes, prefills)
         assert len(recorded) == 2
-
-
-def test_a_samplers_error_in_a_step_in_which_a_rank_died_is_the_ranks_error():
-    def fail(logits: torch.Tensor, params: list[SamplingParams]) -> None:
-        [process] = children() - before
-        os.kill(process, signal.SIGKILL)
-        error_of(llm.runner.placement.workers)
-        raise ZeroDivisionError
-
-    with within_seconds(), forked_ranks():
-        before = children()
-        llm = ranked()
-        with sampler(llm, fail), pytest.raises(WorkerError, match="rank 1 of 2 died"):
-            ask(llm, PROMPTS)
 
 
 # ---- puppets: ranks that execute what a test sends them --------------------------------------------------------------
@@ -498,32 +484,10 @@ def test_an_error_that_rank_0_cannot_raise_because_a_call_does_not_end_is_printe
     assert re.fullmatch("error: rank 1 of 2 died .* rank 0 has not come back .*\n", told)
 
 
-def test_rank_0_is_not_blocked_where_it_came_back_and_waits_for_something_else(puppets, limits, capsys):
-    before, looks_again, waits_again = set(threading.enumerate()), threading.Event(), threading.Event()
-    ranks = puppets(2)
-    [watcher] = set(threading.enumerate()) - before
-    sleep = lambda _: looks_again.set() or waits_again.wait(SECONDS)  # noqa: E731
-    limits(time=SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    with ranks.awaited():
-        ranks.send(DIE)
-        assert looks_again.wait(SECONDS)
-    with ranks.awaited():
-        waits_again.set()
-        watcher.join(SECONDS)
-    assert not watcher.is_alive() and not capsys.readouterr().err
-
-
 def test_a_step_that_broke_because_a_rank_died_is_the_ranks_error(puppets):
     ranks = puppets(2)
-
-    def explain() -> None:  # the death comes to light behind the step's own error
-        del ranks.explain
-        ranks.send(DIE)
+    with pytest.raises(WorkerError, match="rank 1 of 2 died"), ranks.in_step(DIE):
         error_of(ranks)
-        ranks.check()
-
-    ranks.explain = explain
-    with pytest.raises(WorkerError, match="rank 1 of 2 died"), ranks.in_step(b"pass"):
         raise RuntimeError("Connection closed by peer")
 
 
