@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from contract.engines import GREEDY, MODEL, ask
-from ranks import MIXED, SHARING, recording_ranks
+from ranks import MIXED, SHARING, admit_whoever_fits, recording_ranks
 from stand_ins import countdown
 from test_beyond_scale_out_pipeline import TIGHT
 
@@ -53,7 +53,7 @@ def test_every_stage_replays_every_decode_step_and_stage_0_the_sampling_too(repl
 def test_recorded_stages_give_one_ranks_tokens_under_preemption_and_with_cached_prefixes(replays, options):
     single = stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=256)
     llm = LLM("tutor", device="cpu", **{"pipeline_parallel_size": 2} | TIGHT | options)
-    llm.engine.scheduler.watermark = lambda sequence: 0
+    admit_whoever_fits(llm)
     try:
         for params in (GREEDY, MIXED, GREEDY):
             assert ask(llm, SHARING, params) == ask(single, SHARING, params)
