@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import reduce
 from itertools import combinations
 from operator import or_
@@ -44,11 +45,8 @@ def options_of(names: tuple[str, ...]) -> dict[str, object]:
 
 def answers(*names: str) -> list[list[int]]:
     """What the tutor answers with these options."""
-    llm = beyond.LLM("tutor", device="cpu", **options_of(names))
-    try:
+    with closing(beyond.LLM("tutor", device="cpu", **options_of(names))) as llm:
         return ids(llm.chat(CHATS, GREEDY))
-    finally:
-        llm.close()
 
 
 def is_refused(names: tuple[str, ...]) -> bool:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -38,24 +39,18 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"without": "fused_layers,skinny_gemm", "num_micro_batches": 3}], ids=str)
 def test_two_stages_give_the_tutors_tokens(options):
     expected = ids(stage_e_batching.LLM("tutor", device="cpu").chat(ASKED, PARAMS, False))
-    llm = LLM("tutor", dtype="bfloat16", pipeline_parallel_size=2, **SMALL, **options)
-    try:
+    with closing(LLM("tutor", dtype="bfloat16", pipeline_parallel_size=2, **SMALL, **options)) as llm:
         for _ in range(2):
             assert ids(llm.chat(ASKED, PARAMS, False)) == expected
-    finally:
-        llm.close()
 
 
 @needs(2)
 @pytest.mark.parametrize("preset", ["qwen3-tiny", "llama-tiny"])
 def test_two_stages_give_one_gpus_tokens_with_small_chunks_and_cached_prefixes(preset):
     single = stage_e_batching.LLM(f"random:{preset}", device="cuda", dtype="float32", num_kvcache_blocks=64)
-    llm = LLM(f"random:{preset}", device="cuda", dtype="float32", pipeline_parallel_size=2, **TIGHT)
-    try:
+    with closing(LLM(f"random:{preset}", device="cuda", dtype="float32", pipeline_parallel_size=2, **TIGHT)) as llm:
         for params in (GREEDY, MIXED, GREEDY):
             assert ids(llm.generate(PROMPTS, params, False)) == ids(single.generate(PROMPTS, params, False))
-    finally:
-        llm.close()
 
 
 @needs(2)
@@ -67,11 +62,8 @@ def test_stages_with_and_without_graphs_give_one_gpus_tokens_for_every_number_of
     options = {"dtype": "float32", "num_kvcache_blocks": 64, "max_num_seqs": 20, "pipeline_parallel_size": 2}
     found = {}
     for enforce_eager in (False, True):
-        llm = LLM(f"random:{preset}", device="cuda", enforce_eager=enforce_eager, **options)
-        try:
+        with closing(LLM(f"random:{preset}", device="cuda", enforce_eager=enforce_eager, **options)) as llm:
             found[enforce_eager] = [ids(llm.generate(prompts, params, False)) for _ in range(2)]
-        finally:
-            llm.close()
         errors = capfd.readouterr().err
         recorded = [f"stage {stage}: CUDA graphs: 5 for decode" in errors for stage in range(2)]
         assert recorded == [not enforce_eager] * 2 and "unbatched P2P" not in errors
@@ -83,24 +75,18 @@ def test_stages_with_and_without_graphs_give_one_gpus_tokens_for_every_number_of
 def test_replaying_stages_give_one_gpus_tokens_under_preemption():
     single = stage_e_batching.LLM("random:qwen2-tiny", device="cuda", dtype="float32", num_kvcache_blocks=64)
     options = TIGHT | {"num_kvcache_blocks": 12}
-    llm = LLM("random:qwen2-tiny", device="cuda", dtype="float32", pipeline_parallel_size=2, **options)
-    admit_whoever_fits(llm)
-    try:
+    with closing(LLM("random:qwen2-tiny", device="cuda", dtype="float32", pipeline_parallel_size=2, **options)) as llm:
+        admit_whoever_fits(llm)
         for params in (GREEDY, MIXED, GREEDY):
             assert ids(llm.generate(PROMPTS, params, False)) == ids(single.generate(PROMPTS, params, False))
         assert llm.engine.counters.num_preemptions > 0
-    finally:
-        llm.close()
 
 
 @needs(4)
 def test_two_stages_of_two_ranks_give_the_tutors_tokens():
     expected = ids(stage_e_batching.LLM("tutor", device="cpu").chat(ASKED, PARAMS, False))
-    llm = LLM("tutor", dtype="bfloat16", pipeline_parallel_size=2, tensor_parallel_size=2, **SMALL)
-    try:
+    with closing(LLM("tutor", dtype="bfloat16", pipeline_parallel_size=2, tensor_parallel_size=2, **SMALL)) as llm:
         assert ids(llm.chat(ASKED, PARAMS, False)) == expected
-    finally:
-        llm.close()
 
 
 @needs(2)

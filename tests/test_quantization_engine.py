@@ -16,14 +16,11 @@ import stage_f_graph_tp
 from beyond.options import Options
 from beyond.quantization import SamplingParams
 from beyond.quantization.formats import dequantize_matrix
-from beyond.quantization.layers import QuantizedMatrix
 from beyond.quantization.parts import make_formats
-from stage_a_naive.checkpoints.presets import preset_config
-from stage_d_paged.config import ModelConfig
-from stage_d_paged.runtime import choose_num_blocks, empty_model
+from stage_d_paged.runtime import choose_num_blocks
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
-from stage_f_graph_tp.tensor_parallel.sharding import RowParallelLinear, build_sharded_model
+from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SMALL = {"num_kvcache_blocks": 64, "max_model_len": 256}
@@ -108,23 +105,6 @@ def test_a_default_pool_of_8_bits_holds_nearly_four_times_the_tokens_of_float32(
     assert 3 < small / plain < 4
 
 
-def test_a_matrix_never_exists_whole_in_the_models_dtype(monkeypatch):
-    """It is on no device until it is read, one checkpoint matrix at a time."""
-    largest = []
-    load_rows = QuantizedMatrix.load_rows
-
-    def watched(self, rows, weights, name):
-        assert self.values.dtype == torch.int8 and not self.values.is_meta
-        largest.append(self.values[rows].numel())
-        load_rows(self, rows, weights, name)
-
-    monkeypatch.setattr(QuantizedMatrix, "load_rows", watched)
-    llm = make("random:qwen2-tiny", quantization="int8")
-    layer = llm.runtime.model.layers[0]
-    assert max(largest) < layer.mlp.gate_up_proj.weight.values.numel(), "gate and up are read one after the other"
-    assert not any(p.is_meta for p in llm.runtime.model.parameters())
-
-
 def test_an_lm_head_in_8_bits_leaves_the_table_of_an_untied_model_alone():
     model = make("random:llama-tiny", **ALL).runtime.model
     assert model.lm_head.matrix.values.dtype == torch.int8
@@ -139,18 +119,11 @@ def test_a_token_is_looked_up_in_the_dequantised_table(options):
     assert torch.equal(table(ids), dequantize_matrix(table.matrix.weight, table.dtype, table.matrix.group_size)[ids])
 
 
+@pytest.mark.usefixtures("pretended_gpus")
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
-def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(options, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(options):
     with pytest.raises(ValueError, match=r"fp8 needs compute capability \(8, 9\), this GPU has \(8, 6\); use 'int8'"):
-        make_formats(Options(**options), torch.device("cuda"))
-
-
-def test_the_notes_say_what_is_in_8_bits(capfd):
-    make(quantization="int8", quantization_group_size=128, kv_cache_dtype="fp8").close()
-    said = capfd.readouterr().err
-    assert "weights: int8, a scale per output feature and 128 inputs" in said
-    assert "KV cache: fp8, a scale per token and head" in said
+        make_formats(Options(**options), torch.device("cuda", 86))
 
 
 @pytest.mark.gpu
@@ -179,17 +152,3 @@ def test_on_a_gpu_the_megakernel_is_left_out_and_the_notes_say_so(capfd):
     assert not forwards_of(llm.runner, MegakernelSteps) and forwards_of(llm.runner, DecodeGraphs)
     assert capfd.readouterr().err.count("persistent megakernel: not used (it reads 16-bit weights") == 1
     llm.close()
-
-
-def test_a_ranks_share_of_8_bit_layers_is_fused_as_such():
-    pytest.importorskip("triton")
-    from beyond.quantization.fused_layers import QuantizedProducts, fuse_layers
-
-    options, cpu = Options(quantization="int8"), torch.device("cpu")
-    config = ModelConfig.from_hf(preset_config("qwen2-tiny"))
-    model = empty_model(config, None, 64, torch.float32, cpu, make_formats(options, cpu))
-    for layer in model.layers:
-        layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, None)
-        layer.mlp.down_proj = RowParallelLinear(layer.mlp.down_proj, None)
-    fuse_layers(model, options)
-    assert {type(layer._products) for layer in model.layers} == {QuantizedProducts}

@@ -28,6 +28,7 @@ from ranks import (
     MIXED,
     SECONDS,
     SHARING,
+    admit_whoever_fits,
     children,
     error_of,
     forked_ranks,
@@ -96,7 +97,7 @@ def two_ranks() -> Iterator[SimpleNamespace]:
     """Small chunks, a pool that is too small for all requests at once, and a recorded step for some sizes."""
     with recording_ranks(SIZES, PREFILLS) as replays:
         llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
-    llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    admit_whoever_fits(llm)
     yield SimpleNamespace(llm=llm, group=llm.runner.placement.group, replays=replays)
     llm.close()
 
