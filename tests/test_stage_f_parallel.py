@@ -68,9 +68,11 @@ def config_of(preset: str, **changes: object) -> ModelConfig:
     return replace(ModelConfig.from_hf(resolve(f"random:{preset}").config), **changes)
 
 
-def run_model(config: ModelConfig, tensors: TensorSource, group: RankGroup | None = None) -> torch.Tensor:
+def run_model(
+    config: ModelConfig, tensors: TensorSource, group: RankGroup | None = None, **how: object
+) -> torch.Tensor:
     """Logits after a prefill of two prompts and after a decode step: `[4, vocab]`. `group`: of a rank's share."""
-    build = build_model if group is None else partial(build_sharded_model, group=group)
+    build = partial(build_model, **how) if group is None else partial(build_sharded_model, group=group, **how)
     model = build(config, pick_backend("reference", CPU, F32, config.head_dim), 64, tensors, F32, CPU)
     pool = KVCache(config.num_layers, 16, 4, model.config.num_kv_heads, config.head_dim, F32, CPU)
     sequences = [Sequence(completion_of(range(3 + i, 12 + 3 * i))) for i in range(2)]
