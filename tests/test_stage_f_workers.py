@@ -280,25 +280,24 @@ def puppets() -> Iterator[Callable[[int], Workers]]:
         ranks.close()
 
 
-def test_the_rank_that_died_is_named_though_others_notice_first(puppets, limits):
-    limits(CAUSE_SECONDS=5.0)  # also on a busy machine it dies within that time
-    ranks = puppets(4)
-    ranks.send(b"if rank == 3: time.sleep(0.1); " + DIE + b"\nelse: " + LOSE)
-    assert error_of(ranks).startswith("rank 3 of 4 died (SIGKILL)")
-
-
-def test_the_rank_that_raised_is_named_with_its_report_though_others_that_lost_it_are_read_first(puppets, limits):
-    limits(CAUSE_SECONDS=5.0)
-    ranks = puppets(4)
-    ranks.send(b"if rank == 3: time.sleep(0.1); raise KeyError('no such page')\nelse: " + LOSE)
-    first = f"rank 3 of 4 failed: KeyError: 'no such page'; {workers_module.ADVICE}"
-    assert re.fullmatch(rf"{first}\nTraceback.*KeyError: 'no such page'", error_of(ranks), re.DOTALL)
-
-
-def test_where_every_rank_lost_another_one_of_them_is_named(puppets):
-    ranks = puppets(3)
-    ranks.send(LOSE)
-    assert re.match("rank [12] of 3 failed: .*BrokenCollective: Connection closed by peer; ", error_of(ranks))
+@pytest.mark.parametrize(
+    ("size", "command", "says"),
+    [
+        (4, b"if rank == 3: time.sleep(0.1); " + DIE + b"\nelse: " + LOSE, r"rank 3 of 4 died \(SIGKILL\)"),
+        (
+            4,
+            b"if rank == 3: time.sleep(0.1); raise KeyError('no such page')\nelse: " + LOSE,
+            f"rank 3 of 4 failed: KeyError: 'no such page'; {workers_module.ADVICE}\nTraceback.*'no such page'$",
+        ),
+        (3, LOSE, "rank [12] of 3 failed: .*BrokenCollective: Connection closed by peer; "),
+    ],
+    ids=["it died", "it raised", "every rank lost another"],
+)
+def test_the_rank_that_failed_is_named_though_others_notice_first(puppets, limits, size, command, says):
+    limits(CAUSE_SECONDS=5.0)  # also on a busy machine it fails within that time
+    ranks = puppets(size)
+    ranks.send(command)
+    assert re.match(says, error_of(ranks), re.DOTALL)
 
 
 def test_a_rank_that_dies_is_noticed_though_a_child_of_it_keeps_its_connection_open(puppets):
