@@ -95,11 +95,11 @@ class Soak:
             self.llm.calls.step()
         except InjectedError:
             self.tally.errors += 1
+        self.fail_next = False
         self._read_mail()
 
     def _fail_if_told(self, *_: object) -> None:
         if self.fail_next:
-            self.fail_next = False
             raise InjectedError("made by the soak")
 
     def _read_mail(self) -> None:
