@@ -37,9 +37,9 @@ def test_no_class_has_a_grandparent_of_ours_or_two_bases_of_ours():
     assert len(found) > 200
     names = {node.name for node in found.values()}
     with_bases = {node.name for node in found.values() if base_names(node) & names}
-    deep = {
-        place
-        for place, node in found.items()
-        if (len(base_names(node) & names) > 1 or base_names(node) & with_bases) and not place.endswith(CHAINS)
-    }
+    deep = set()
+    for place, node in found.items():
+        bases = base_names(node) & names - {node.name}  # a part of a later stage may have its base's name
+        if (len(bases) > 1 or bases & with_bases) and not place.endswith(CHAINS):
+            deep.add(place)
     assert deep == LEFT, f"hand a part in instead, or take it off the list: {sorted(deep ^ LEFT)}"
