@@ -423,7 +423,7 @@ def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahe
     llm.engine.reports.append(lambda step, *_: ahead.append(any(s.num_in_flight for s in step.sequences)))
     ask(llm, PROMPTS[:1])
     llm.close()
-    assert len(ahead) > 5 and ahead[:-1] == [runs_ahead] * (len(ahead) - 1), "the next one is in flight"
+    assert ahead[:9] == [runs_ahead] * 9, "the next one is in flight, but for the last of ten tokens"
 
 
 def test_two_ranks_give_the_tokens_of_one(plain):
@@ -481,10 +481,11 @@ def test_a_small_model_that_is_the_large_one_is_always_right(plain, variant):
     if variant == "tiny pool":
         admit_whoever_fits(llm)
     seeded = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(len(PROMPTS))]
-    with small_runs(llm) as runs:
-        for params in (GREEDY, GREEDY, seeded, seeded):
-            assert ask(llm, PROMPTS, params) == ask(plain, PROMPTS, params)
-    assert 0 < max(size for _, size in runs) <= llm.options.max_num_batched_tokens
+    for params in (GREEDY, seeded):
+        expected = ask(plain, PROMPTS, params)
+        with small_runs(llm) as runs:
+            assert [ask(llm, PROMPTS, params) for _ in range(2)] == [expected] * 2
+        assert 0 < max(size for _, size in runs) <= llm.options.max_num_batched_tokens
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 200
     assert (counters.num_preemptions > 0) == (variant == "tiny pool")
@@ -558,7 +559,8 @@ def test_the_small_model_catches_up_after_a_pause(plain):
     [sequence] = llm.engine.scheduler.decoding
     sequence.resume_at = len(sequence) + 30
     with small_runs(llm) as runs:
-        assert finish(llm)[request] == ask(plain, PROMPTS[:1], params)[0]
+        answer = finish(llm)[request]
+    assert answer == ask(plain, PROMPTS[:1], params)[0]
     sizes = [size for _, size in runs]
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 20 and counters.num_steps > 30

@@ -141,12 +141,15 @@ def test_a_request_may_end_anywhere_in_a_run_of_right_guesses(max_tokens):
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_request_may_lose_its_blocks_while_its_guesses_are_in_flight(number):
     calls = make_calls(block_size=1)
-    manager = calls.engine.scheduler.block_manager
-    allocate = manager.allocate
-    steps = calls.engine.runner.steps  # those that were launched: the next one is being scheduled
-    manager.allocate = lambda *args, **options: len(steps) != number - 1 and allocate(*args, **options)
     request = make_request(0, [5, 6, 7], 11, ignore_eos=True)  # the third step is its last, if the guesses are right
-    assert run_to_the_end(calls, request) == {0: answer_alone(request, 4096)[0]}
+    calls.add_request(request, streams=False)
+    for _ in range(1, number):
+        calls.step()
+    manager = calls.engine.scheduler.block_manager
+    manager.allocate = lambda *_, **__: False
+    answers = [event.output["token_ids"] for event in calls.step() if event.output]
+    del manager.allocate
+    assert answers + list(run_to_the_end(calls).values()) == [answer_alone(request, 4096)[0]]
     assert calls.engine.counters.num_preemptions == 1
 
 
