@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,48 +147,6 @@ def test_a_request_may_lose_its_blocks_while_its_guesses_are_in_flight(number):
     del manager.allocate
     assert answers + list(run_to_the_end(calls).values()) == [answer_alone(request, 4096)[0]]
     assert calls.engine.counters.num_preemptions == 1
-
-
-def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
-    calls = make_calls(error_rate=1.0, num_blocks=300, max_model_len=1200)
-    run_to_the_end(calls, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
-    counters = calls.engine.counters
-    assert counters.num_accepted_tokens == 0 and counters.num_steps == 1000
-    # Six pauses, of 16, 32, … 512 tokens; before each, one verification and another that is launched before its loss
-    # is known.
-    assert counters.num_verifications == 12 and counters.num_draft_tokens == 12 * DRAFT
-
-
-def calls_of_package(run: Callable[[], object]) -> int:
-    """Calls of functions in the files of `beyond/speculation` during a run."""
-    folder, counted = Path(beyond.speculation.__file__).parent, Counter()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            counted[frame.f_code] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return sum(calls for code, calls in counted.items() if Path(code.co_filename).parent == folder)
-
-
-@pytest.mark.parametrize(("pausing", "calls_per_request"), [(True, 2), (False, 4)])
-def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_request):
-    for running in (1, 4):
-        calls = make_calls(NgramDrafter(DRAFT, size=12), block_size=128)  # no request gets another block
-        for i in range(running):
-            calls.add_request(make_request(i, [5 + i, 6, 7], 60, ignore_eos=True), streams=False)
-        for _ in range(5):
-            calls.step()
-        for sequence in calls.engine.scheduler.decoding:
-            sequence.resume_at = 1000 if pausing else 0
-        called = sum(calls_of_package(calls.step) for _ in range(10))
-        assert len(calls.engine.scheduler.decoding) == running and calls.engine.counters.num_draft_tokens == 0
-        assert called <= 10 * (18 + running * calls_per_request)
 
 
 def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones_are_never_indexed():

@@ -179,18 +179,6 @@ def test_a_prompt_under_way_is_preempted_before_an_older_decode():
     assert calls.engine.runner.steps[-1].num_decodes == 3
 
 
-def test_what_a_preempted_prompt_finds_of_itself_is_not_counted_as_cached():
-    manager = block_manager.BlockManager(10, 4)
-    sequence = BatchSequence(completion_of(prompt_of(9)))
-    manager.allocate(sequence, 9)
-    sequence.num_computed_tokens = 9
-    manager.index_computed(sequence)
-    manager.free(sequence)
-    sequence.highest_computed = 9  # as the scheduler notes when it preempts
-    manager.allocate(sequence, 9)
-    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (8, 0)
-
-
 def test_a_step_that_preempts_admits_nobody():
     calls = make_calls(num_blocks=40, block_size=4, max_num_seqs=4, max_num_batched_tokens=128)
     add(calls, 4, 100)
@@ -215,15 +203,6 @@ def test_a_newcomer_is_looked_at_although_nothing_fitted_before():
     short = add(calls, 4, 4, phrase=3)
     calls.step()
     assert [sequence.request_id for sequence in calls.engine.runner.steps[-1].admitted] == [short]
-
-
-def test_the_first_tokens_time_stays_what_it_was():
-    calls = make_calls(**ROOMY)
-    sequence = calls.engine.scheduler.find(add(calls, 3, 9))
-    calls.step()
-    first = sequence.first_token_time
-    calls.step()
-    assert sequence.num_generated_tokens == 2 and sequence.first_token_time == first > 0
 
 
 def test_no_sequence_is_queued_that_could_outgrow_the_pool_by_more_than_its_last_token():
