@@ -154,7 +154,6 @@ def test_products_of_many_tokens_are_made_with_the_dequantised_matrix(monkeypatc
 @pytest.mark.parametrize(
     ("preset", "options", "is_share"),
     [
-        ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, False),
         ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, True),
         ("qwen3-tiny", {"kv_cache_dtype": "int8"}, False),
         ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}, False),
