@@ -239,3 +239,14 @@ def test_an_admission_that_breaks_off_leaves_no_trace_in_the_requests_after_it()
             expected = apply_penalties(logits, params, prompts, outputs)
             assert torch.equal(scores_of(sampler, batch, [0, 1, 2]), expected)
     assert lines > 40, "every line of an admission"
+
+
+def test_a_greedy_request_in_the_slot_of_a_random_one_is_greedy_also_beside_random_ones():
+    sampler = make_sampler(2)
+    row = {"seed": 1, "prompt": [3], "output": [], "logits": [i / VOCAB for i in range(VOCAB)]}
+    random, greedy = (row | {"params": SamplingParams(temperature=t)} for t in (2.0, 0.0))
+    admit_all(sampler, [random, random], [0, 1])
+    admit_all(sampler, [greedy], [0])
+    for num_generated in range(5):
+        batch = [each | {"output": [0] * num_generated} for each in (greedy, random)]
+        assert choose(sampler, batch, [0, 1]).ids.tolist() == choose_one_by_one(batch)
