@@ -16,8 +16,10 @@ import pytest
 from contract.engines import GREEDY, PROMPTS
 from stand_ins import EagerRecorder
 
+import stage_e_batching
 from labs.tests.forks import fork_worker
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.calls import Calls
 from stage_f_graph_tp.ranks import Job, Rank
 from stage_f_graph_tp.tensor_parallel import WorkerError, Workers
 from stage_f_graph_tp.tensor_parallel.watch import workers
@@ -99,6 +101,11 @@ def recording_ranks(
     with forked_ranks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "build", build_and_record)
         yield replays_of
+
+
+def admit_whoever_fits(served: stage_e_batching.LLM | Calls) -> None:
+    """Keep no blocks free for those that run: whoever fits is admitted, and has to go again where the pool is small."""
+    served.engine.scheduler.watermark = lambda sequence: 0
 
 
 def children() -> set[int]:

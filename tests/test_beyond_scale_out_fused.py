@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_cases import CPU, F32
 from torch import Tensor
 
 from beyond.scale_out.links import Position
@@ -20,26 +20,20 @@ from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
 
-CPU, F32 = torch.device("cpu"), torch.float32
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_fused_stages_are_right_in_the_interpreter")
-pytestmark = pytest.mark.usefixtures("guarded_memory", "shuffled_programs") if INTERPRETED else []
 SKINNY = 4  # tokens up to which a layer uses the skinny GEMMs
 STEPS = [9, 3, 1]  # tokens of one sequence: more than a few, then few
 NUM_STAGES, NUM_LAYERS = 3, 4  # of 1, 1 and 2 layers
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 def test_fused_stages_are_right_in_the_interpreter(run_interpreted_tests):
     run_interpreted_tests(__file__)
 
 
-@interpreted
+@pytest.mark.interpreted
 @pytest.mark.parametrize("stage", range(NUM_STAGES), ids=["first", "middle", "last"])
-@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny"])
 @torch.inference_mode()
-def test_an_interpreted_stage_hands_on_what_the_stage_of_separate_kernels_does(preset, stage, draw_norm_weights):
-    plain, fused = (make_stage(preset, stage, draw_norm_weights, is_fused) for is_fused in (False, True))
+def test_a_stage_hands_on_what_the_stage_of_separate_kernels_does(stage, draw_norm_weights):
+    plain, fused = (make_stage(stage, draw_norm_weights, is_fused) for is_fused in (False, True))
     generator, start = torch.Generator().manual_seed(stage), 0
     for count in STEPS:
         states = torch.randn(count, plain.model.config.hidden_size, generator=generator)
@@ -49,10 +43,10 @@ def test_an_interpreted_stage_hands_on_what_the_stage_of_separate_kernels_does(p
         start += count
 
 
-def make_stage(preset: str, stage: int, draw_norm_weights, is_fused: bool) -> SimpleNamespace:
+def make_stage(stage: int, draw_norm_weights, is_fused: bool) -> SimpleNamespace:
     from stage_f_graph_tp.kernels.fused_layers import fuse_layers
 
-    config = replace(ModelConfig.from_hf(resolve(f"random:{preset}").config), num_layers=NUM_LAYERS)
+    config = replace(ModelConfig.from_hf(resolve("random:qwen3-tiny").config), num_layers=NUM_LAYERS)
     backend, weights = pick_backend("reference", CPU, F32, config.head_dim), RandomWeights("random", 0, CPU, F32)
     group, position = RankGroup(Rendezvous(None, 0, 1), CPU), Position(stage, NUM_STAGES, 1)
     model = build_stage(config, backend, 64, weights, F32, CPU, group=group, position=position)

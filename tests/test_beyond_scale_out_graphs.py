@@ -6,11 +6,12 @@ A CPU has no CUDA graphs, but all that surrounds them is the same there: `EagerR
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 from contract.engines import GREEDY, MODEL, ask
-from ranks import MIXED, SHARING, recording_ranks
+from ranks import MIXED, SHARING, admit_whoever_fits, recording_ranks
 from stand_ins import countdown
 from test_beyond_scale_out_pipeline import TIGHT
 
@@ -30,12 +31,9 @@ def replays() -> Iterator[Callable[[int], dict[int, int]]]:
 
 def test_every_stage_replays_every_decode_step_and_stage_0_the_sampling_too(replays):
     single = stage_e_batching.LLM(MODEL, device="cpu", num_kvcache_blocks=256)
-    llm = LLM(MODEL, device="cpu", pipeline_parallel_size=2, num_kvcache_blocks=256)
-    try:
+    with closing(LLM(MODEL, device="cpu", pipeline_parallel_size=2, num_kvcache_blocks=256)) as llm:
         prompts, params = countdown(8)  # two batches of 4, 3, 2 and 1 sequences
         assert ask(llm, prompts, params) == ask(single, prompts, params)
-    finally:
-        llm.close()
     first, second = map(replays, range(2))
     assert second.keys() == {1, 2, 4, 16}, "the last of the prefill"
     assert first == {rows: count if rows == 16 else 2 * count for rows, count in second.items()}
@@ -52,14 +50,11 @@ def test_every_stage_replays_every_decode_step_and_stage_0_the_sampling_too(repl
 )
 def test_recorded_stages_give_one_ranks_tokens_under_preemption_and_with_cached_prefixes(replays, options):
     single = stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=256)
-    llm = LLM("tutor", device="cpu", **{"pipeline_parallel_size": 2} | TIGHT | options)
-    llm.engine.scheduler.watermark = lambda sequence: 0
-    try:
+    with closing(LLM("tutor", device="cpu", **{"pipeline_parallel_size": 2} | TIGHT | options)) as llm:
+        admit_whoever_fits(llm)
         for params in (GREEDY, MIXED, GREEDY):
             assert ask(llm, SHARING, params) == ask(single, SHARING, params)
         assert llm.engine.counters.num_preemptions > 0 and llm.engine.counters.num_cached_tokens > 0
-    finally:
-        llm.close()
     for rank in range(llm.options.num_ranks):
         found = replays(rank)
         assert found[16] and found[20] and sum(found.get(rows, 0) for rows in (1, 2, 4)) > 10, found

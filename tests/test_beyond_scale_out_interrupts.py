@@ -70,7 +70,7 @@ def expected() -> list[list[int]]:
     return answer(stage_e_batching.LLM("tutor", **OPTIONS))
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=["two ranks", "two stages", pytest.param("three stages", marks=pytest.mark.slow)])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], LLM]]:
     """Makes an engine on several ranks, which are forks; the last one is closed after the test."""
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 2.0 * SECONDS)  # instead of waiting for ever

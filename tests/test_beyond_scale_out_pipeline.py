@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contract.engines import GREEDY, MODEL, PROMPTS, ask
-from ranks import MIXED, SHARING, children, forked_ranks, in_other_ranks, killed_soon, stop, within_seconds
+from ranks import admit_whoever_fits, children, forked_ranks, in_other_ranks, killed_soon, stop, within_seconds
 
 import stage_e_batching
 from beyond.options import Options
@@ -34,7 +33,6 @@ from stage_d_paged.attention import pick_backend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import build_model
 from stage_d_paged.weights import RandomWeights
-from stage_f_graph_tp.cuda_graph import StepGraphs
 from stage_f_graph_tp.ranks import build_ranks
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError
 from stage_f_graph_tp.tensor_parallel.rank_group import CONNECT_TIMEOUT
@@ -60,58 +58,9 @@ def one_rank() -> stage_e_batching.LLM:
 def two_stages():
     """Small chunks and a pool that is too small for all requests at once."""
     llm = staged(**TIGHT)
-    llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    admit_whoever_fits(llm)
     yield llm
     llm.close()
-
-
-def test_unequal_stages_of_ranks_give_one_ranks_tokens_under_preemption_and_with_cached_prefixes():
-    """Recorded stages and ranks: test_beyond_scale_out_graphs.py. Plain ones: `contract/`."""
-    single = stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=256)  # four layers
-    with forked_ranks():
-        llm = LLM("tutor", device="cpu", pipeline_parallel_size=3, num_micro_batches=4, **TIGHT)
-    llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
-    try:
-        for params in (GREEDY, MIXED, GREEDY):
-            assert ask(llm, SHARING, params) == ask(single, SHARING, params)
-        assert llm.engine.counters.num_preemptions > 0 and llm.engine.counters.num_cached_tokens > 0
-    finally:
-        llm.close()
-
-
-def test_one_stage_of_two_ranks_is_stage_fs_engine(one_rank):
-    with forked_ranks():
-        llm = LLM(MODEL, device="cpu", tensor_parallel_size=2, num_kvcache_blocks=64)
-    try:
-        assert ask(llm, SHARING, MIXED) == ask(one_rank, SHARING, MIXED)
-    finally:
-        llm.close()
-
-
-@pytest.fixture
-def spied(two_stages) -> Iterator[SimpleNamespace]:
-    """The runner of two stages and its placement, on which a test may put functions of its own."""
-    runner = two_stages.runner
-    before = {part: set(vars(part)) for part in (runner, runner.placement)}
-    yield runner
-    for part, own in before.items():
-        for name in set(vars(part)) - own:
-            delattr(part, name)
-
-
-def test_batches_in_flight_have_different_sequences_and_are_of_equal_size(two_stages, spied):
-    launched: list[list[int]] = []
-    launch = spied.launch
-
-    def record(step):
-        launched.append([sequence.request_id for sequence in step.sequences])
-        return launch(step)
-
-    spied.launch = record
-    ask(two_stages, [[5 + i] for i in range(4)])
-    decodes = launched[1 : 2 * GREEDY.max_tokens - 3]  # after the prefill of all four, before the last tokens
-    for batch, following in zip(decodes, decodes[1:], strict=False):
-        assert len(batch) == len(following) == 2 and not set(batch) & set(following)
 
 
 def test_a_request_aborted_in_flight_does_not_disturb_the_one_that_gets_its_batch_slot(one_rank, two_stages):
@@ -143,9 +92,8 @@ def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stage
         signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their_way(one_rank, two_stages, spied):
-    ranks = spied.placement
-    commands, in_step = [], ranks.in_step
+def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their_way(one_rank, two_stages, monkeypatch):
+    commands, in_step = [], two_stages.runner.placement.in_step
 
     def interrupted_once(command):
         commands.append(command)
@@ -153,7 +101,7 @@ def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their
             raise KeyboardInterrupt
         return in_step(command)
 
-    ranks.in_step = interrupted_once
+    monkeypatch.setattr(two_stages.runner.placement, "in_step", interrupted_once)
     with pytest.raises(KeyboardInterrupt):
         two_stages.generate([[4, 2]], GREEDY, False)
     assert commands[1:] == [None, None], "they are received, and dropped"
@@ -339,26 +287,10 @@ def test_a_stage_that_cannot_be_built_is_an_error_that_names_it():
         LLM(MODEL, device="cpu", pipeline_parallel_size=2)
 
 
-def test_the_waits_in_all_groups_end_together_and_their_memory_is_waited_for_without_the_graphs():
-    llm, seen = staged(), []
-    runner = llm.runner
-    groups = [runner.placement.group, *runner.head.links.links]
-    runner.head._graphs = recorded = StepGraphs("nothing", [])
-    for group in groups:
-        group.stop_waiting = lambda group=group: seen.append((group, runner.head._graphs))
-        group.wait_released = lambda seconds, group=group: seen.append((group, runner.head._graphs))
-    llm.close()
-    assert seen[: 2 * len(groups)] == [(group, graphs) for graphs in (recorded, None) for group in groups]
-
-
-def test_every_step_is_watched_and_rank_0_alone_writes_a_stages_trace(tmp_path):
+def test_rank_0_alone_writes_a_stages_trace(tmp_path):
     llm = staged(tensor_parallel_size=2, trace=str(tmp_path / "trace.jsonl"))
-    steps, head = [], llm.runner.head
-    sample = head.sample_oldest
-    head.sample_oldest = lambda: steps.append(sample()) or steps[-1]
     ask(llm, [[3, 4, 5]])
     llm.close()
-    assert [step.workers for step in steps] == [head.ranks.workers] * GREEDY.max_tokens
     for stage in range(2):
         spans = read_spans(tmp_path / f"trace.jsonl.stage{stage}")
         assert len({(span["step"], span["work"]) for span in spans}) == len(spans) > 0

@@ -266,20 +266,6 @@ def test_at_the_end_running_answers_are_finished(server):
     assert process.wait(SECONDS) == 0
 
 
-def test_a_replica_that_ends_finishes_what_it_has_before_it_closes():
-    calls: list[object] = []
-
-    async def drain(seconds: float) -> bool:
-        calls.append(seconds)
-        return True
-
-    async def close() -> None:
-        calls.append("close")
-
-    asyncio.run(Engine.end(SimpleNamespace(llm=SimpleNamespace(drain=drain, close=close)), 5))
-    assert calls == [5, "close"]
-
-
 def test_what_begins_alike_is_one_session():
     def session(*contents: str) -> str:
         return session_of(httpx.Request("POST", "http://x", json=chat(*contents)).content)

@@ -9,6 +9,7 @@ from itertools import islice
 import pytest
 from fake_engines import make_pipeline
 from fake_model import VOCAB, answer_alone, completion_of, make_request, run_all
+from ranks import admit_whoever_fits
 
 from stage_a_naive.contract.outputs import Request
 from stage_e_batching.calls import Calls
@@ -36,7 +37,7 @@ def run_and_count(calls: Calls, requests: list[Request], count: Callable[[], int
 def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_slot_until_then():
     calls = make_pipeline(**ROOMY | {"num_blocks": 12}, enable_prefix_caching=False)
     scheduler = calls.engine.scheduler
-    scheduler.watermark = lambda sequence: 0
+    admit_whoever_fits(calls)
     ends = (22, 9, 22)  # the second ends, and frees its blocks, while the preempted one is still in flight
     requests = [make_request(i, [i + 1] * 8, end, ignore_eos=True) for i, end in enumerate(ends)]
 
@@ -51,7 +52,7 @@ def test_a_sequence_preempted_in_flight_waits_for_its_token_and_keeps_its_batch_
 def test_a_sequence_preempted_in_flight_waits_for_its_token_also_where_the_order_takes_it_from_far_behind():
     calls = make_pipeline(**ROOMY | {"num_blocks": 12}, enable_prefix_caching=False)
     scheduler = calls.engine.scheduler
-    scheduler.watermark = lambda sequence: 0
+    admit_whoever_fits(calls)
     scheduler.order = Priority(len)
     requests = [make_request(i, [i % VOCAB] * 48, 1) for i in range(LOOKAHEAD)]  # as many tokens as the pool has
     requests += [make_request(LOOKAHEAD + i, [i + 1] * 8, end, ignore_eos=True) for i, end in enumerate((22, 9, 22))]
@@ -111,7 +112,7 @@ def test_running_sequences_are_divided_into_equal_batches(batches):
 
 def test_a_sequence_that_gave_its_blocks_to_another_of_its_batch_does_not_run():
     calls = make_pipeline(num_micro_batches=1, **ROOMY | {"num_blocks": 3}, enable_prefix_caching=False)
-    calls.engine.scheduler.watermark = lambda sequence: 0
+    admit_whoever_fits(calls)
     requests = [make_request(i, [i + 1] * n, 5, ignore_eos=True) for i, n in enumerate((4, 2, 1))]
     for request in requests:  # a block each; then the first one takes the third one's, which needs none itself
         calls.add_request(request, streams=False)

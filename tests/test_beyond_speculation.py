@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,16 +12,15 @@ import pytest
 import torch
 from contract.engines import MODEL, ask, finish, ids
 from fake_engines import FinishedDrafts, following, make_guessing
-from fake_model import LateTokens, completion_of, make_request
+from fake_model import completion_of, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import SHARING, forked_ranks
+from ranks import SHARING, admit_whoever_fits, forked_ranks
 from stand_ins import EagerRecorder, forwards_of, with_megakernel
 
 import beyond
 import stage_e_batching
 import stage_f_graph_tp
-from beyond.quantization.parts import load_quantized_runtime
 from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
 from beyond.speculation.ahead_drafts import DeviceDrafts
 from beyond.speculation.device_inputs import TableTokens
@@ -36,11 +35,11 @@ from beyond.speculation.token_table import TokenTable
 from stage_a_naive.checkpoints.presets import PRESETS
 from stage_a_naive.entrypoints.cli import performance_summary
 from stage_a_naive.sampling import SamplingParams
-from stage_d_paged.runtime import Runtime, load_runtime
+from stage_d_paged.model import DecoderModel
+from stage_d_paged.runtime import choose_num_blocks
 from stage_e_batching.calls import Calls
 from stage_e_batching.parts import Sampled
 from stage_e_batching.step import BatchSequence, ScheduledStep
-from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 
 LLM = partial(beyond.LLM, speculation="ngram")
@@ -50,10 +49,8 @@ VARIANTS = {
     "plain": {},
     "small chunks": {"max_num_batched_tokens": 11, "max_num_seqs": 5},
     "tiny pool": {"num_kvcache_blocks": 40, "kvcache_block_size": 2, "max_num_batched_tokens": 20, "max_num_seqs": 6},
-    "no prefix cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 16, "max_num_seqs": 4},
     "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_num_seqs": 3},
     "no overlap": {"without": "overlap"},
-    "one at a time": {"max_num_seqs": 1},
     "longest draft": {"num_speculative_tokens": 64},
 }
 
@@ -62,6 +59,7 @@ VARIANTS = {
 
 
 POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+NOBODY = SimpleNamespace(has_draft=lambda sequence: False)  # a drafter that has no guess
 
 
 def step_until_idle(calls: Calls, *requests) -> list[int]:
@@ -99,13 +97,6 @@ def test_a_step_gives_the_guesses_that_were_right_and_one_token_more():
         assert counters.num_accepted_tokens + counters.num_verifications + 1 == 31
 
 
-def test_each_draft_of_a_step_is_a_verification():
-    calls = make_guessing(drafter=AlwaysDrafts(4), **POOL)
-    step_until_idle(calls, *(make_request(i, [5, 6, 7 + i], 31, ignore_eos=True) for i in range(3)))
-    assert calls.engine.counters.num_steps < 3 * 7, "they ran together"
-    assert calls.engine.counters.num_verifications + calls.engine.counters.num_accepted_tokens + 3 == 3 * 31
-
-
 def test_max_tokens_in_the_middle_of_a_run_takes_no_row_that_cannot_be_used():
     calls = make_guessing(drafter=AlwaysDrafts(6), **POOL)
     request = make_request(0, [5, 6, 7], 10, ignore_eos=True)
@@ -118,16 +109,6 @@ def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
     calls = make_guessing(drafter=AlwaysDrafts(9, 4), draft_tokens=9, **POOL)
     manager = calls.engine.scheduler.block_manager
     calls.add_request(make_request(0, [5, 6, 7, 8, 9], 30, ignore_eos=True), streams=False)
-    widest = 0
-    launch = calls.engine.runner.launch
-
-    def watched(step: ScheduledStep) -> LateTokens:
-        nonlocal widest
-        spare = [len(s.block_table) - manager.blocks_for(s.num_computed_tokens) for s in step.sequences]
-        widest = max([widest, *spare])
-        return launch(step)
-
-    calls.engine.runner.launch = watched
     while calls.has_unfinished():
         calls.step()
         for sequence in calls.engine.scheduler.decoding:
@@ -135,7 +116,7 @@ def test_wrong_guesses_leave_no_block_behind_and_no_trace_in_the_prefix_cache():
             assert sequence.num_computed_tokens == len(sequence) - 1
             assert sequence.num_indexed_blocks <= sequence.num_computed_tokens // manager.block_size
             manager.check_invariants([sequence])
-    assert widest > 0, "no draft ever needed a block of its own"
+    assert max(map(len, calls.engine.runner.steps)) == 10, "drafts had blocks of their own"
 
 
 def test_a_block_of_wrong_guesses_is_handed_out_again_before_one_that_the_prefix_cache_knows():
@@ -165,7 +146,7 @@ def test_blocks_of_right_guesses_are_in_the_prefix_cache_at_once():
 def test_nobody_is_preempted_for_a_guess():
     options = POOL | {"num_blocks": 8, "max_num_seqs": 2}
     calls = make_guessing(drafter=AlwaysDrafts(6, 3), **options)
-    calls.engine.scheduler.watermark = lambda sequence: 0  # both run from the first step on
+    admit_whoever_fits(calls)
     step_until_idle(calls, *(make_request(i, [5 + i, 6, 7], 13, ignore_eos=True) for i in range(2)))
     assert calls.engine.counters.num_preemptions == 0 and calls.engine.counters.num_accepted_tokens > 0
 
@@ -181,9 +162,9 @@ def test_nobody_guesses_where_many_run_or_few_have_a_guess(running, with_a_guess
         def draft(self, sequence):
             return super().draft(sequence) if self.has_draft(sequence) else []
 
-    nobody, limits = SimpleNamespace(has_draft=lambda sequence: False), {"max_num_seqs": 65, "num_blocks": 200}
-    calls = make_guessing(drafter=nobody, **POOL | limits | {"max_num_batched_tokens": 256})
-    calls.engine.scheduler.watermark = lambda sequence: 0  # all run from the first step on
+    limits = {"max_num_seqs": 65, "num_blocks": 200, "max_num_batched_tokens": 256}
+    calls = make_guessing(drafter=NOBODY, **POOL | limits)
+    admit_whoever_fits(calls)
     for i in range(running):
         calls.add_request(make_request(i, [1, 2, 3], 9, ignore_eos=True), streams=False)
     while len(calls.engine.scheduler.decoding) < running:
@@ -191,23 +172,6 @@ def test_nobody_guesses_where_many_run_or_few_have_a_guess(running, with_a_guess
     calls.engine.drafts.drafter = Some(1)
     calls.step()
     assert calls.engine.counters.num_verifications == guessing
-
-
-def test_a_draft_that_did_not_run_is_dropped():
-    calls = make_guessing(drafter=AlwaysDrafts(4), overlap=False, enable_chunked_prefill=False, **POOL)
-    calls.add_request(make_request(0, [5, 6, 7], 20, ignore_eos=True), streams=False)
-    calls.step()
-    calls.add_request(make_request(1, [7, 6, 7], 20, ignore_eos=True), streams=False)
-    calls.step()  # the new prompt runs alone
-    assert calls.engine.runner.steps[-1].num_decodes == 0 and len(calls.engine.scheduler.decoding) == 2
-    assert not any(sequence.draft for sequence in calls.engine.scheduler.decoding)
-
-
-@pytest.mark.parametrize(("max_tokens", "guesses"), [(2, 0), (3, 1), (4, 2)])
-def test_the_last_token_of_all_is_not_guessed(max_tokens, guesses):
-    calls = make_guessing(drafter=AlwaysDrafts(4), **POOL)
-    step_until_idle(calls, make_request(0, [5, 6, 7], max_tokens, ignore_eos=True))
-    assert calls.engine.counters.num_draft_tokens == guesses
 
 
 def test_a_request_that_loses_makes_fewer_and_fewer_drafts():
@@ -308,7 +272,7 @@ def plain() -> stage_e_batching.LLM:
 def test_every_variant_gives_stage_es_tokens(plain, variant):
     llm = LLM(MODEL, device="cpu", **VARIANTS[variant])
     if variant == "tiny pool":
-        llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+        admit_whoever_fits(llm)
     seeded = [
         SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=20, ignore_eos=True, logprobs=2)
         for i in range(len(PROMPTS))
@@ -380,18 +344,6 @@ def test_requests_with_penalties_or_a_sampler_of_their_own_make_no_drafts(plain)
     assert llm.engine.counters.num_verifications == 0
 
 
-def test_text_without_repetition_runs_as_in_stage_f():
-    llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64)
-    ahead = []
-    launch = llm.runner.launch
-    llm.runner.launch = lambda step: (ahead.append(any(s.num_in_flight for s in step.sequences)), launch(step))[1]
-    tokens = iter(range(100, 4000))
-    llm.runner.sampler.choose = lambda logits, rows: logits.new_tensor([next(tokens) for _ in logits]).long()
-    llm.generate([[1, 2, 3]], SamplingParams(temperature=1, max_tokens=40, ignore_eos=True), False)
-    assert llm.engine.counters.num_verifications == 0
-    assert ahead[1:40] == [True] * 39, "every step but the first was launched before its token was fetched"
-
-
 def test_text_that_repeats_takes_fewer_steps(plain):
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     expected = plain.generate([[1, 2, 3]], params, False)
@@ -416,23 +368,6 @@ def test_verifications_run_in_graphs_of_their_own(plain, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_verifications_and_decodes_of_as_many_rows_run_in_graphs_of_their_own(plain, overlap):
-    options = {"max_num_seqs": 2, "num_speculative_tokens": 1, "num_kvcache_blocks": 64}
-    llm = LLM(MODEL, device="cpu", without="" if overlap else "overlap", **options)
-    llm.runner.capture(EagerRecorder(), [1, 2], [16])
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
-    expected = plain.generate(PROMPTS[:2], params, False)
-    for count in (1, 2):
-        oracle = Oracle(expected, 1)
-        draft = oracle.draft
-        oracle.has_draft = lambda sequence, draft=draft: len(sequence.token_ids) % 8 < 4 and bool(draft(sequence))
-        oracle.into(llm)
-        accepted = llm.engine.counters.num_accepted_tokens
-        assert ask(llm, PROMPTS[:count], params) == ids(expected[:count])
-        assert llm.engine.counters.num_accepted_tokens > accepted
-
-
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("draft_tokens", [1, 4])
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plain, overlap, draft_tokens, logprobs):
@@ -450,15 +385,6 @@ def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plai
         assert ask(llm, PROMPTS[:count], params) == ids(expected[:count])
         assert llm.engine.counters.num_accepted_tokens > accepted
         assert fake.steps > steps + 5, "steps without guesses, but for the first behind a verification"
-
-
-def test_switched_off_it_is_stage_f(plain):
-    llm = LLM(MODEL, device="cpu", speculation="off", max_num_seqs=4, num_kvcache_blocks=64)
-    assert ask(llm, PROMPTS, GREEDY) == ask(plain, PROMPTS, GREEDY)
-    assert type(llm.runner.batch) is InputBatch and llm.runner.layers.tokens.num_slots == 4, (
-        "no batch slots for guesses"
-    )
-    assert llm.engine.drafts is None
 
 
 @pytest.mark.parametrize("draft_tokens, max_rows", [(1, 3), (1, 9), (4, 5), (4, 640), (64, 100)])
@@ -492,12 +418,12 @@ def test_the_device_guesses_where_every_token_is_looked_up_on_one_gpu_a_step_ahe
     with forked_ranks():
         llm = LLM(MODEL, device="cpu", num_kvcache_blocks=64, **options)
     assert type(llm.engine.drafts) is drafts
-    llm.engine.drafts.drafter.has_draft = lambda sequence: False
-    ahead, launch = set(), llm.runner.launch
-    llm.runner.launch = lambda step: ahead.update(s.num_in_flight > 0 for s in step.sequences) or launch(step)
+    llm.engine.drafts.drafter = NOBODY
+    ahead = []
+    llm.engine.reports.append(lambda step, *_: ahead.append(any(s.num_in_flight for s in step.sequences)))
     ask(llm, PROMPTS[:1])
     llm.close()
-    assert ahead == ({False, True} if runs_ahead else {False}), "the first step has nothing in flight"
+    assert ahead[:9] == [runs_ahead] * 9, "the next one is in flight, but for the last of ten tokens"
 
 
 def test_two_ranks_give_the_tokens_of_one(plain):
@@ -522,16 +448,20 @@ def with_draft_model(draft: str, **options: object) -> LLM:
     return LLM(MODEL, device="cpu", speculation="model", draft_model=draft, **options)
 
 
-@pytest.fixture
-def loaded(monkeypatch) -> list[Runtime]:
-    """The models of the engines that a test makes: the large one, the small one, and so on."""
-    found = []
-    for place, load in (
-        ("beyond.engine.load_quantized_runtime", load_quantized_runtime),
-        ("beyond.speculation.draft_runtime.load_runtime", load_runtime),
-    ):
-        monkeypatch.setattr(place, lambda *args, load=load, **more: found.append(load(*args, **more)) or found[-1])
-    return found
+@contextmanager
+def small_runs(llm: LLM) -> Iterator[list[tuple[DecoderModel, int]]]:
+    """Within the block, what runs of the small model: the model, and the number of tokens."""
+    runs = []
+
+    def note(module: torch.nn.Module, inputs: tuple) -> None:
+        if isinstance(module, DecoderModel) and module is not llm.runner.model:
+            runs.append((module, len(inputs[0])))
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield runs
+    finally:
+        hook.remove()
 
 
 @pytest.fixture
@@ -545,25 +475,28 @@ def tiny_preset(monkeypatch) -> Callable[..., str]:
     return make
 
 
-@pytest.mark.parametrize("variant", ["plain", "small chunks", "tiny pool", "whole prompts", "one at a time"])
-def test_a_small_model_that_is_the_large_one_is_always_right(plain, loaded, variant):
-    llm, sizes = with_draft_model(MODEL, **VARIANTS[variant]), []
-    loaded[1].model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
+@pytest.mark.parametrize("variant", ["plain", "small chunks", "tiny pool"])
+def test_a_small_model_that_is_the_large_one_is_always_right(plain, variant):
+    llm = with_draft_model(MODEL, **VARIANTS[variant])
     if variant == "tiny pool":
-        llm.engine.scheduler.watermark = lambda sequence: 0
+        admit_whoever_fits(llm)
     seeded = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(len(PROMPTS))]
-    for params in (GREEDY, GREEDY, seeded, seeded):
-        assert ask(llm, PROMPTS, params) == ask(plain, PROMPTS, params)
-    assert 0 < max(sizes) <= llm.options.max_num_batched_tokens
+    for params in (GREEDY, seeded):
+        expected = ask(plain, PROMPTS, params)
+        with small_runs(llm) as runs:
+            assert [ask(llm, PROMPTS, params) for _ in range(2)] == [expected] * 2
+        assert 0 < max(size for _, size in runs) <= llm.options.max_num_batched_tokens
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 200
     assert (counters.num_preemptions > 0) == (variant == "tiny pool")
     assert llm.calls.stats()["num_used_blocks"] == 0
 
 
-def test_a_small_model_that_is_wrong_changes_no_token(plain, loaded):
+def test_a_small_model_that_is_wrong_changes_no_token(plain):
     llm = with_draft_model(MODEL, num_kvcache_blocks=256)
-    for parameter in loaded[1].model.parameters():
+    with small_runs(llm) as runs:
+        ask(llm, PROMPTS[:1], GREEDY)
+    for parameter in runs[0][0].parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     assert ask(llm, PROMPTS, GREEDY) == ask(plain, PROMPTS, GREEDY)
     assert 0 < llm.engine.counters.num_accepted_tokens < llm.engine.counters.num_draft_tokens
@@ -592,30 +525,22 @@ def test_a_small_model_of_fewer_positions_is_refused(tiny_preset):
         with_draft_model(tiny_preset(max_position_embeddings=100), max_model_len=512)
 
 
-def test_the_tutors_draft_model_knows_most_of_its_answers():
+def test_the_tutors_draft_model_knows_most_of_its_answers_and_the_summary_counts_them():
     llm = LLM("tutor", device="cpu", speculation="model")
-    stage_e = stage_e_batching.LLM("tutor", device="cpu")
-    params = SamplingParams(temperature=0, max_tokens=50)
-    questions = ["What is a KV cache?", "什么是 KV cache？"]
-    assert ask(llm, questions, params) == ask(stage_e, questions, params)
-    counters = llm.engine.counters
-    assert counters.num_accepted_tokens > 0.7 * counters.num_draft_tokens > 30
-
-
-def test_the_summary_counts_steps_and_right_guesses():
-    llm = LLM("tutor", device="cpu", speculation="model")
-    [output] = llm.generate(["What is a KV cache?"], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    outputs = llm.generate(["What is a KV cache?", "什么是 KV cache？"], replace(GREEDY, max_tokens=50), False)
     count = llm.engine.counters
+    assert count.num_accepted_tokens > 0.7 * count.num_draft_tokens > 30
     guesses = f"{count.num_accepted_tokens} of {count.num_draft_tokens} guesses right"
-    assert f"{count.num_steps} steps for 20 tokens, {guesses}" in performance_summary(llm, output)
-    assert count.num_steps + count.num_accepted_tokens >= 20
+    assert f"{count.num_steps} steps for 100 tokens, {guesses}" in performance_summary(llm, outputs[0])
 
 
-@pytest.mark.parametrize(("asked", "given"), [(-1, 30), (40, 40)])
-def test_two_models_share_the_memory_that_there_is_for_one_pool(monkeypatch, asked, given):
-    monkeypatch.setattr("beyond.speculation.draft_runtime.choose_num_blocks", lambda runtime, options: 40)
-    large, small = (SimpleNamespace(bytes_per_token=n, make_pool=lambda blocks, n=n: (n, blocks)) for n in (300, 100))
-    assert make_pools(large, small, SimpleNamespace(num_kvcache_blocks=asked)) == ((300, given), (100, given))
+def test_two_models_share_the_memory_that_there_is_for_one_pool():
+    facts = {"device": torch.device("cpu"), "block_size": 16, "max_model_len": 4096, "make_pool": lambda blocks: blocks}
+    large, small = (SimpleNamespace(bytes_per_token=n, **facts) for n in (3000, 1000))
+    assert make_pools(large, small, SimpleNamespace(num_kvcache_blocks=40)) == (40, 40)
+    automatic = SimpleNamespace(num_kvcache_blocks=-1)
+    of_one, [of_both] = choose_num_blocks(large, automatic), set(make_pools(large, small, automatic))
+    assert of_both == pytest.approx(of_one * 3 / 4, rel=0.1)
 
 
 @pytest.mark.parametrize(("guesses", "computed"), [([5, 6], 5), ([5, 9], 4), ([7, 5, 6], 3), ([], 3)])
@@ -625,16 +550,18 @@ def test_a_small_model_has_computed_the_guesses_before_the_first_wrong_one(guess
     assert (followed.num_computed_tokens, followed.guesses) == (computed, [])
 
 
-def test_the_small_model_catches_up_after_a_pause(plain, loaded):
-    llm, sizes = with_draft_model(MODEL, num_kvcache_blocks=256, max_num_batched_tokens=9, max_num_seqs=9), []
-    loaded[1].model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
+def test_the_small_model_catches_up_after_a_pause(plain):
+    llm = with_draft_model(MODEL, num_kvcache_blocks=256, max_num_batched_tokens=9, max_num_seqs=9)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     request = llm.add_request(PROMPTS[0], params)
     for _ in range(3):
         llm.step()
     [sequence] = llm.engine.scheduler.decoding
     sequence.resume_at = len(sequence) + 30
-    assert finish(llm)[request] == ask(plain, PROMPTS[:1], params)[0]
+    with small_runs(llm) as runs:
+        answer = finish(llm)[request]
+    assert answer == ask(plain, PROMPTS[:1], params)[0]
+    sizes = [size for _, size in runs]
     counters = llm.engine.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 20 and counters.num_steps > 30
     assert max(sizes) == 9 and sizes.count(9) >= 3, "30 tokens that it had not seen, in several steps"
@@ -654,78 +581,7 @@ def test_a_small_model_that_does_not_fit_is_refused(options, message):
         LLM(MODEL, device="cpu", **options)
 
 
-# ---- in 16 bits, and on a GPU ----------------------------------------------------------------------------------
-
-
-# The tutor's best scores are 10 to 38, where neighbouring numbers of bfloat16 differ by 0.06 to 0.25.
-ROUNDING = 0.5
-
-
-def check_up_to_rounding(found, expected) -> None:
-    """Check that answers are equal, or differ first where the expected two best tokens score almost alike.
-
-    Args:
-        found: greedy outputs.
-        expected: those of stage F, with `logprobs=2`.
-    """
-    for got, want in zip(ids(found), expected, strict=True):
-        different = [i for i, pair in enumerate(zip(got, want["token_ids"], strict=False)) if len(set(pair)) > 1]
-        if not different:
-            assert got == want["token_ids"]
-            continue
-        first = different[0]
-        (best, score), (second, next_score) = sorted(want["logprobs"][first].items(), key=lambda item: -item[1])[:2]
-        assert {got[first], want["token_ids"][first]} == {best, second}
-        assert score - next_score < ROUNDING, f"token {first} is wrong by {score - next_score:.2f}"
-
-
-def answered(token_ids: list[int], *scores: dict[int, float]):
-    return {"token_ids": token_ids, "logprobs": list(scores)}
-
-
-@pytest.mark.parametrize(
-    ("found", "passes"), [([5, 6, 7], True), ([5, 8, 9], True), ([5, 9, 7], False), ([4, 6, 7], False), ([5, 6], False)]
-)
-def test_a_token_may_only_be_another_one_where_two_score_almost_alike(found, passes):
-    expected = answered([5, 6, 7], {5: -0.1, 4: -2.0}, {6: -1.0, 8: -1.1}, {7: -0.5, 3: -4.0})
-    with nullcontext() if passes else pytest.raises(AssertionError):
-        check_up_to_rounding([answered(found)], [expected])
-
-
-def check_that_tokens_are_stage_fs(device: str, dtype: str, draft_tokens: int, overlap: bool) -> None:
-    """Compare answers to questions exactly, and in 16 bits those to repeated text up to rounding.
-
-    Questions of the FAQ have wide margins. The tutor was not trained on text that repeats, and many tokens there score
-    almost alike; a verification has more rows than a decode step, and its kernels may add in another order.
-    """
-    questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 3
-    options = {"device": device, "dtype": dtype, "num_kvcache_blocks": 256, "max_num_seqs": 16}
-    stage_f = stage_f_graph_tp.LLM("tutor", **options)
-    llm = LLM("tutor", num_speculative_tokens=draft_tokens, without="" if overlap else "overlap", **options)
-    temperature = 0.0 if dtype == "bfloat16" else 0.7
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, logprobs=i % 2 or None) for i in range(12)]
-    with_scores = [replace(p, logprobs=2) for p in params]
-    expected = stage_f.generate(questions, with_scores, False)
-    assert ask(llm, questions, params) == ids(expected)
-    if draft_tokens == 4:
-        drafted = LLM("tutor", speculation="model", without="" if overlap else "overlap", **options)
-        assert ask(drafted, questions, params) == ids(expected)
-        assert drafted.engine.counters.num_accepted_tokens > 0
-        drafted.close()
-    asked_again = [2 * (output["prompt_token_ids"] + output["token_ids"]) for output in expected]
-    asked_again = [tokens[: len(tokens) // 2 + 12] for tokens in asked_again]
-    for count in (1, 4, 12):
-        answers = stage_f.generate(asked_again[:count], with_scores[:count], False)
-        found = llm.generate(asked_again[:count], params[:count], False)
-        if dtype == "bfloat16":
-            check_up_to_rounding(found, answers)
-        else:
-            assert ids(found) == ids(answers)
-    assert llm.engine.counters.num_accepted_tokens > 0
-
-
-def test_in_16_bits_the_tokens_are_stage_fs_up_to_rounding():
-    check_that_tokens_are_stage_fs("cpu", "bfloat16", 4, True)
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -733,7 +589,26 @@ def test_in_16_bits_the_tokens_are_stage_fs_up_to_rounding():
 @pytest.mark.parametrize("draft_tokens", [1, 4, 12])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
-    check_that_tokens_are_stage_fs("cuda", dtype, draft_tokens, overlap)
+    """In 16 bits those of questions, which have wide margins: a verification may add in another order."""
+    questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 3
+    options = {"device": "cuda", "dtype": dtype, "num_kvcache_blocks": 256, "max_num_seqs": 16}
+    stage_f = stage_f_graph_tp.LLM("tutor", **options)
+    options["without"] = "" if overlap else "overlap"
+    temperature = 0.0 if dtype == "bfloat16" else 0.7
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, logprobs=i % 2 or None) for i in range(12)]
+    expected = stage_f.generate(questions, params, False)
+    drafted = LLM("tutor", speculation="model", num_speculative_tokens=draft_tokens, **options)
+    assert ask(drafted, questions, params) == ids(expected)
+    assert drafted.engine.counters.num_accepted_tokens > 0
+    drafted.close()
+    llm = LLM("tutor", num_speculative_tokens=draft_tokens, **options)
+    assert ask(llm, questions, params) == ids(expected)
+    if dtype == "float32":
+        asked_again = [2 * (output["prompt_token_ids"] + output["token_ids"]) for output in expected]
+        asked_again = [tokens[: len(tokens) // 2 + 12] for tokens in asked_again]
+        for count in (1, 4, 12):
+            assert ask(llm, asked_again[:count], params[:count]) == ask(stage_f, asked_again[:count], params[:count])
+        assert llm.engine.counters.num_accepted_tokens > 0
 
 
 @pytest.mark.gpu
@@ -749,7 +624,7 @@ def test_on_a_gpu_steps_without_guesses_are_one_launch(overlap):
     [megakernel] = forwards_of(llm.runner, MegakernelSteps)
     rows, launch = [], megakernel.launch
     megakernel.launch = lambda count, inputs: (rows.append(count), launch(count, inputs))[1]
-    llm.engine.drafts.drafter.has_draft = lambda sequence: False
+    llm.engine.drafts.drafter = NOBODY
     llm.generate([[1, 2, 3]], GREEDY, False)
     assert rows == [1] * (GREEDY.max_tokens - 1)
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,18 +12,19 @@ from fake_engines import DRAFT, make_ahead
 from fake_model import answer_alone, completion_of, make_request, run_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import admit_whoever_fits
 from stand_ins import EagerRecorder
 
 import beyond
 import beyond.speculation
 import stage_e_batching
-from beyond.speculation.device_inputs import is_ahead
 from beyond.speculation.ngram import NgramDrafter
-from beyond.speculation.sequence import WRONG, SpeculativeSequence
+from beyond.speculation.sequence import MOST_CREDIT, WRONG, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls import Calls
+from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.step_input import StepShape, TokenSource
 
@@ -140,56 +137,16 @@ def test_a_request_may_end_anywhere_in_a_run_of_right_guesses(max_tokens):
 @pytest.mark.parametrize("number", [3, 4])
 def test_a_request_may_lose_its_blocks_while_its_guesses_are_in_flight(number):
     calls = make_calls(block_size=1)
-    scheduler = calls.engine.scheduler
-    manager, allocate = scheduler.block_manager, scheduler.block_manager.allocate
-    manager.allocate = lambda *args, **options: scheduler._steps != number and allocate(*args, **options)
     request = make_request(0, [5, 6, 7], 11, ignore_eos=True)  # the third step is its last, if the guesses are right
-    assert run_to_the_end(calls, request) == {0: answer_alone(request, 4096)[0]}
+    calls.add_request(request, streams=False)
+    for _ in range(1, number):
+        calls.step()
+    manager = calls.engine.scheduler.block_manager
+    manager.allocate = lambda *_, **__: False
+    answers = [event.output["token_ids"] for event in calls.step() if event.output]
+    del manager.allocate
+    assert answers + list(run_to_the_end(calls).values()) == [answer_alone(request, 4096)[0]]
     assert calls.engine.counters.num_preemptions == 1
-
-
-def test_a_request_that_loses_makes_fewer_and_fewer_guesses():
-    calls = make_calls(error_rate=1.0, num_blocks=300, max_model_len=1200)
-    run_to_the_end(calls, make_request(0, [5, 6, 7], 1000, ignore_eos=True))
-    counters = calls.engine.counters
-    assert counters.num_accepted_tokens == 0 and counters.num_steps == 1000
-    # Six pauses, of 16, 32, … 512 tokens; before each, one verification and another that is launched before its loss
-    # is known.
-    assert counters.num_verifications == 12 and counters.num_draft_tokens == 12 * DRAFT
-
-
-def calls_of_package(run: Callable[[], object]) -> int:
-    """Calls of functions in the files of `beyond/speculation` during a run."""
-    folder, counted = Path(beyond.speculation.__file__).parent, Counter()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            counted[frame.f_code] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return sum(calls for code, calls in counted.items() if Path(code.co_filename).parent == folder)
-
-
-@pytest.mark.parametrize(("pausing", "calls_per_request"), [(True, 2), (False, 4)])
-def test_a_step_without_guesses_is_stage_fs_and_a_few_calls(pausing, calls_per_request):
-    for running in (1, 4):
-        calls = make_calls(NgramDrafter(DRAFT, size=12), block_size=128)  # no request gets another block
-        table = calls.engine.runner.layers.tokens.table
-        table.enter = table.resolve = None
-        for i in range(running):
-            calls.add_request(make_request(i, [5 + i, 6, 7], 60, ignore_eos=True), streams=False)
-        for _ in range(5):
-            calls.step()
-        for sequence in calls.engine.scheduler.decoding:
-            sequence.resume_at = 1000 if pausing else 0
-        called = sum(calls_of_package(calls.step) for _ in range(10))
-        assert len(calls.engine.scheduler.decoding) == running and calls.engine.counters.num_draft_tokens == 0
-        assert called <= 10 * (18 + running * calls_per_request)
 
 
 def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones_are_never_indexed():
@@ -209,26 +166,28 @@ def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones
     assert widest > 0, "no guess ever needed a block of its own"
 
 
-@pytest.fixture
-def wrong_guesses_go_on(monkeypatch) -> None:
-    monkeypatch.setattr("beyond.speculation.sequence.COST", -1.0)
+class Stubborn:
+    """Says that the first request has a guess, and lets no loss make it pause."""
+
+    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+        sequence.balance = MOST_CREDIT
+        return sequence.request_id == 0
 
 
-def test_nobody_is_preempted_for_a_guess(wrong_guesses_go_on):
-    first = SimpleNamespace(has_draft=lambda sequence: sequence.request_id == 0)
-    calls = make_calls(first, error_rate=1.0, num_blocks=8, max_num_seqs=2)
-    calls.engine.scheduler.watermark = lambda sequence: 0  # the second one comes in at once
+def test_nobody_is_preempted_for_a_guess():
+    calls = make_calls(Stubborn(), error_rate=1.0, num_blocks=8, max_num_seqs=2)
+    admit_whoever_fits(calls)
     ends = enumerate((30, 13))  # the second ends just before the two need a ninth block
     run_to_the_end(calls, *(make_request(i, [5 + i, 6, 7], end, ignore_eos=True) for i, end in ends))
     assert calls.engine.counters.num_preemptions == 0 and calls.engine.counters.num_draft_tokens > 0
 
 
-def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence(wrong_guesses_go_on):
+def test_guesses_in_flight_reserve_no_block_past_the_longest_sequence():
     options = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 8}
     prompt, params = [4, 5, 6] * 15, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
     [expected] = stage_e_batching.LLM(MODEL, **options).generate([prompt], params, False)
     llm = LLM(MODEL, **options)
-    llm.engine.drafts.drafter = Switched()
+    llm.engine.drafts.drafter = Stubborn()
     [found] = llm.generate([prompt], params, False)
     assert found["token_ids"] == expected["token_ids"] and len(prompt + found["token_ids"]) == 64
     assert llm.engine.counters.num_draft_tokens > 2 * DRAFT
@@ -248,7 +207,11 @@ def test_prompts_that_come_among_verifications_run_in_the_graphs_of_prefill():
     recorder = EagerRecorder()
     llm.runner.capture(recorder, [1, 2, 4], [16])
     llm.engine.drafts.drafter = Switched()
-    mixed, launch = [], llm.runner.launch
-    llm.runner.launch = lambda step: (mixed.append(is_ahead(step) and step.num_decodes < len(step)), launch(step))[1]
+    mixed = []
+
+    def note(step: ScheduledStep, *_: object) -> None:
+        mixed.append(len(set(step.sequences[: step.num_decodes])) < step.num_decodes < len(step))
+
+    llm.engine.reports.append(note)
     assert ask(llm, PROMPTS, params) == expected
     assert any(mixed) and recorder.replays["16 tokens"] >= sum(mixed)

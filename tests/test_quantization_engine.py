@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
-import test_stage_f_parallel as parallel
 import torch
 from contract.engines import CHATS
+from kernel_cases import CPU
 from stand_ins import forwards_of
+from test_stage_f_parallel import config_of, on_ranks, random_weights, run_model
 
 import beyond.quantization
 import stage_f_graph_tp
 from beyond.options import Options
 from beyond.quantization import SamplingParams
 from beyond.quantization.formats import dequantize_matrix
-from beyond.quantization.layers import QuantizedMatrix
 from beyond.quantization.parts import make_formats
-from stage_a_naive.checkpoints.presets import preset_config
-from stage_d_paged.config import ModelConfig
-from stage_d_paged.runtime import choose_num_blocks, empty_model
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
-from stage_f_graph_tp.tensor_parallel.sharding import RowParallelLinear, build_sharded_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SMALL = {"num_kvcache_blocks": 64, "max_model_len": 256}
@@ -31,7 +26,7 @@ ALL = {"quantization": "int8", "kv_cache_dtype": "int8", "quantize_lm_head": Tru
 
 
 def make(model: str = "tutor", **options: object) -> beyond.quantization.LLM:
-    return beyond.quantization.LLM(model, device="cpu", **SMALL | options)
+    return beyond.quantization.LLM(model, **{"device": "cpu"} | SMALL | options)
 
 
 def ids(llm: stage_f_graph_tp.LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -46,18 +41,31 @@ def tutors_answers() -> list[list[int]]:
     return ids(stage_f_graph_tp.LLM("tutor", device="cpu", **SMALL))
 
 
+ANYWHERE = [
+    {"quantization": "int8"},
+    {"quantization": "int8", "quantization_group_size": 128},
+    {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    {"kv_cache_dtype": "int8"},
+    ALL,
+]
+ON_A_CPU = [
+    {"kv_cache_dtype": "fp8", "enable_prefix_caching": False},
+    ALL | {"without": "overlap", "kvcache_block_size": 5},
+    {"quantization": "int8", "quantization_group_size": 128, "kv_cache_dtype": "int8", "tensor_parallel_size": 2},
+]
+ON_A_GPU = [
+    ALL | {"without": "fused_layers,skinny_gemm"},
+    ALL | {"enforce_eager": True},
+    ALL | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
+    ALL | {"attention_backend": "reference"},
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"quantization": "int8"},
-        {"quantization": "int8", "quantization_group_size": 128, "quantize_lm_head": True},
-        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": "int8"},
-        {"kv_cache_dtype": "fp8", "enable_prefix_caching": False},
-        ALL,
-        ALL | {"without": "overlap", "kvcache_block_size": 5},
-        {"quantization": "int8", "quantization_group_size": 128, "kv_cache_dtype": "int8", "tensor_parallel_size": 2},
+        *({"device": "cpu"} | options for options in ANYWHERE + ON_A_CPU),
+        *(pytest.param({"device": "cuda"} | options, marks=pytest.mark.gpu) for options in ANYWHERE + ON_A_GPU),
     ],
     ids=str,
 )
@@ -66,14 +74,13 @@ def test_every_combination_gives_the_tutors_tokens(tutors_answers, options):
 
 
 @pytest.mark.parametrize("group_size", [None, 128])
-def test_ranks_whose_columns_end_within_a_group_give_the_whole_models_logits(group_size, monkeypatch):
+def test_ranks_whose_columns_end_within_a_group_give_the_whole_models_logits(group_size):
     """300 of 600 intermediate features each: groups of 128, 128 and 44; the whole matrix has four and one of 88."""
     options = Options(quantization="int8", quantization_group_size=group_size)
-    config = parallel.config_of("qwen2-tiny", intermediate_size=600)
-    whole = parallel.run_model(config, parallel.random_weights())
-    build = partial(build_sharded_model, formats=make_formats(options, parallel.CPU))
-    monkeypatch.setattr(parallel, "build_sharded_model", build)
-    shards = parallel.on_ranks(2, lambda group: parallel.run_model(config, parallel.random_weights(), group))
+    config = config_of("qwen2-tiny", intermediate_size=600)
+    run = partial(run_model, config, random_weights())
+    whole, formats = run(), make_formats(options, CPU)
+    shards = on_ranks(2, lambda group: run(group, formats=formats))
     assert torch.equal(*shards)
     assert (shards[0] - whole).norm() < 0.03 * whole.norm()
 
@@ -102,29 +109,6 @@ def test_the_floor_counts_the_bytes_that_are_there():
         assert llm.model_bytes.kv_bytes_per_token == llm.runtime.bytes_per_token
 
 
-def test_a_default_pool_of_8_bits_holds_nearly_four_times_the_tokens_of_float32():
-    llms = [make(dtype="float32", kv_cache_dtype=name) for name in ("auto", "int8")]
-    plain, small = (choose_num_blocks(llm.runtime, replace(llm.options, num_kvcache_blocks=-1)) for llm in llms)
-    assert 3 < small / plain < 4
-
-
-def test_a_matrix_never_exists_whole_in_the_models_dtype(monkeypatch):
-    """It is on no device until it is read, one checkpoint matrix at a time."""
-    largest = []
-    load_rows = QuantizedMatrix.load_rows
-
-    def watched(self, rows, weights, name):
-        assert self.values.dtype == torch.int8 and not self.values.is_meta
-        largest.append(self.values[rows].numel())
-        load_rows(self, rows, weights, name)
-
-    monkeypatch.setattr(QuantizedMatrix, "load_rows", watched)
-    llm = make("random:qwen2-tiny", quantization="int8")
-    layer = llm.runtime.model.layers[0]
-    assert max(largest) < layer.mlp.gate_up_proj.weight.values.numel(), "gate and up are read one after the other"
-    assert not any(p.is_meta for p in llm.runtime.model.parameters())
-
-
 def test_an_lm_head_in_8_bits_leaves_the_table_of_an_untied_model_alone():
     model = make("random:llama-tiny", **ALL).runtime.model
     assert model.lm_head.matrix.values.dtype == torch.int8
@@ -139,38 +123,11 @@ def test_a_token_is_looked_up_in_the_dequantised_table(options):
     assert torch.equal(table(ids), dequantize_matrix(table.matrix.weight, table.dtype, table.matrix.group_size)[ids])
 
 
+@pytest.mark.usefixtures("pretended_gpus")
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
-def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(options, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it(options):
     with pytest.raises(ValueError, match=r"fp8 needs compute capability \(8, 9\), this GPU has \(8, 6\); use 'int8'"):
-        make_formats(Options(**options), torch.device("cuda"))
-
-
-def test_the_notes_say_what_is_in_8_bits(capfd):
-    make(quantization="int8", quantization_group_size=128, kv_cache_dtype="fp8").close()
-    said = capfd.readouterr().err
-    assert "weights: int8, a scale per output feature and 128 inputs" in said
-    assert "KV cache: fp8, a scale per token and head" in said
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"quantization": "int8"},
-        {"quantization": "int8", "quantization_group_size": 128},
-        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": "int8"},
-        ALL,
-        ALL | {"without": "fused_layers,skinny_gemm"},
-        ALL | {"enforce_eager": True},
-        ALL | {"max_num_batched_tokens": 8, "max_num_seqs": 2},
-        ALL | {"attention_backend": "reference"},
-    ],
-    ids=str,
-)
-def test_on_a_gpu_every_combination_gives_the_tutors_tokens(tutors_answers, options):
-    assert ids(beyond.quantization.LLM("tutor", device="cuda", **SMALL | options)) == tutors_answers
+        make_formats(Options(**options), torch.device("cuda", 86))
 
 
 @pytest.mark.gpu
@@ -179,17 +136,3 @@ def test_on_a_gpu_the_megakernel_is_left_out_and_the_notes_say_so(capfd):
     assert not forwards_of(llm.runner, MegakernelSteps) and forwards_of(llm.runner, DecodeGraphs)
     assert capfd.readouterr().err.count("persistent megakernel: not used (it reads 16-bit weights") == 1
     llm.close()
-
-
-def test_a_ranks_share_of_8_bit_layers_is_fused_as_such():
-    pytest.importorskip("triton")
-    from beyond.quantization.fused_layers import QuantizedProducts, fuse_layers
-
-    options, cpu = Options(quantization="int8"), torch.device("cpu")
-    config = ModelConfig.from_hf(preset_config("qwen2-tiny"))
-    model = empty_model(config, None, 64, torch.float32, cpu, make_formats(options, cpu))
-    for layer in model.layers:
-        layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, None)
-        layer.mlp.down_proj = RowParallelLinear(layer.mlp.down_proj, None)
-    fuse_layers(model, options)
-    assert {type(layer._products) for layer in model.layers} == {QuantizedProducts}

@@ -9,21 +9,22 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from contract.engines import GREEDY, MODEL, PROMPTS, ask, ids
+from kernel_cases import CPU, CUDA
 from stand_ins import EagerRecorder, FakeMegakernel, countdown, forwards_of, with_megakernel
 
 import stage_e_batching
 import stage_f_graph_tp
 from stage_a_naive.sampling import SamplingParams
-from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp import step_input
 from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, DecodeGraphs, capture_sizes
+from stage_f_graph_tp.forward import StepOutput
 from stage_f_graph_tp.head import Head
+from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.step_input import StepShape
 
 WARM = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
@@ -68,51 +69,13 @@ def test_a_step_with_prefill_is_left_to_the_eager_way():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_every_batch_size_from_forty_down_gives_stage_es_tokens(stage_e, overlap):
-    llm, replays = build(
-        capture_sizes(40),
-        max_num_seqs=40,
-        kvcache_block_size=4,
-        num_kvcache_blocks=512,
-        without="" if overlap else "overlap",
-    )
+    pool = {"kvcache_block_size": 4, "num_kvcache_blocks": 512}
+    llm, replays = build(capture_sizes(40), max_num_seqs=40, without="" if overlap else "overlap", **pool)
     prompts, params = countdown(40)
     assert ask(llm, prompts, params) == ask(stage_e, prompts, params)
     # The first token comes out of the prefill; 40 … 33 rows run in the graph of 40, 32 … 17 in that of 32, and so on.
     expected = {40: 8, 32: 16, 16: 8, 8: 4, 4: 2, 2: 1, 1: 1}
     assert replays == expected
-
-
-@pytest.mark.parametrize("rows", [12, 20, 100])
-def test_a_batch_between_two_sizes_is_padded_to_the_next(stage_e, rows):
-    llm, replays = build(capture_sizes(rows), max_num_seqs=rows, kvcache_block_size=4, num_kvcache_blocks=512)
-    prompts = [[7 * i + 1, 3 * i + 2] for i in range(rows)]
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    assert ask(llm, prompts, params) == ask(stage_e, prompts, params)
-    assert replays[rows] > 2
-    replays.clear()
-    assert ask(llm, prompts[:9], params) == ask(stage_e, prompts[:9], params)
-    assert replays == {min(rows, 16): 4}
-
-
-def test_more_rows_than_the_largest_graph_run_eagerly(stage_e):
-    llm, replays = build([1, 512], max_num_seqs=513, num_kvcache_blocks=3000, kvcache_block_size=4)
-    prompts = [[i % 4000 + 1] for i in range(513)]
-    # They are admitted in nine steps. Then 513 decode for three steps, and one less after that.
-    params = [SamplingParams(temperature=0, max_tokens=13 if i else 11, ignore_eos=True) for i in range(513)]
-    rows, launch = [], llm.runner.launch
-    llm.runner.launch = lambda step: rows.append(step.num_decodes) or launch(step)
-    found = ask(llm, prompts, params)
-    assert rows.count(513) == 2 and replays[512] > 0
-    assert [len(answer) for answer in found] == [11] + [13] * 512
-    assert found[:3] == ask(stage_e, prompts[:3], params[:3])
-
-
-@pytest.mark.parametrize("model", ["random:qwen3-tiny", "random:llama-tiny", "tutor"])
-def test_other_models_give_stage_es_tokens(model):
-    expected = ask(stage_e_batching.LLM(model, device="cpu"), PROMPTS)
-    llm, replays = build([1, 2, 4, 8], model, max_num_seqs=8)
-    assert ask(llm, PROMPTS) == expected
-    assert replays[8] > 0
 
 
 @pytest.mark.parametrize("prefills", [(), (8, 64, 128)], ids=["decode", "prefill"])
@@ -131,30 +94,15 @@ def test_padding_writes_no_block(prefills):
     assert torch.equal(touched["graphs"], touched["eager"])
 
 
-def test_rows_hold_their_sequences_blocks_and_nothing_stale():
-    llm, _ = build([4, 8], max_num_seqs=8, kvcache_block_size=4, num_kvcache_blocks=64, without="overlap")
-    runner, checked = llm.runner, []
-    launch = runner.launch
-
-    def launch_and_look(step):
-        tables = [list(sequence.block_table) for sequence in step.sequences]
-        result = launch(step)
-        if step.num_decodes == len(step) > 0:
-            inputs = runner.buffers.send(runner.choose_forward(runner.batch.shape_of(step))[1])
-            width = inputs.block_tables.shape[1]
-            rows = inputs.block_tables.tolist()
-            assert rows[: len(step)] == [table + [-1] * (width - len(table)) for table in tables]
-            assert all(row == [-1] * width for row in rows[len(step) :])
-            padding = slice(len(step), None)
-            assert (inputs.slot_mapping[padding] == -1).all() and (inputs.context_lens[padding] == 0).all()
-            assert (inputs.batch_slots[padding] == 8).all() and (inputs.sample_slots[padding] == 8).all()
-            checked.append(len(step))
-        return result
-
-    runner.launch = launch_and_look
-    llm.generate(PROMPTS, GREEDY, False)  # long tables in all batch_slots
-    llm.generate([[5], [6], [7]], GREEDY, False)  # short ones in the same batch_slots
-    assert set(checked) == {5, 3}
+def test_rows_of_padding_hold_nothing_of_the_step_before():
+    graphs = DecodeGraphs([8], table_width=6, max_model_len=24, padding_slot=8)
+    exact = StepShape(3, 3, 3, 2, 3, 1, 8)
+    shape = graphs.takes(exact)
+    host = step_input.host_views(np.full(shape.num_bytes, 99, np.uint8), shape)  # as an earlier step may have left it
+    graphs.pad(host, exact)
+    arrays = [host.slot_mapping, host.context_lens, host.batch_slots, host.sample_slots]
+    assert [array[3:].tolist() for array in arrays] == [[value] * 5 for value in (-1, 0, 8, 8)]
+    assert (host.block_tables[3:] == -1).all() and host.cu_seqlens_q.tolist() == list(range(9))
 
 
 @pytest.mark.parametrize("max_model_len", [32, 33, 34, 35, 36])
@@ -199,14 +147,20 @@ def build_with_megakernel(
     return llm, fake, recorder.replays
 
 
+def strict(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    assert logits.isfinite().all(), "it is asked of what a step that gave up has left"
+    return logits.argmax(-1)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    "params",
-    [GREEDY, WARM, dataclasses.replace(WARM, top_p=0.9, logprobs=2)],
-    ids=["greedy", "sampled", "filtered"],
+    ("params", "sampling_fn"),
+    [(GREEDY, None), (WARM, None), (dataclasses.replace(WARM, top_p=0.9, logprobs=2), None), (GREEDY, strict)],
+    ids=["greedy", "sampled", "filtered", "a replaced sampler"],
 )
-def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_after(overlap, params):
+def test_a_megakernel_that_gave_up_costs_the_calls_of_that_moment_and_nothing_after(overlap, params, sampling_fn):
     llm, fake, _ = build_with_megakernel([1, 2], max_num_seqs=2, without="" if overlap else "overlap")
+    llm.sampling_fn = sampling_fn
     expected = llm.generate(PROMPTS[:2], params, False)
     assert fake.steps > 10
     for step in (1, 2, 7):
@@ -233,21 +187,6 @@ def test_steps_of_one_launch_and_graphs_take_over_each_others_tokens(stage_e, ov
     assert [shape.num_seqs for shape in graphs.shapes] == [5]  # the smaller ones would never be replayed
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_sampler_that_fails_on_what_a_megakernel_left_does_not_spoil_the_next_call(overlap):
-    def strict(logits, params):
-        assert logits.isfinite().all()
-        return logits.argmax(-1)
-
-    llm, fake, _ = build_with_megakernel([1, 2], max_num_seqs=2, without="" if overlap else "overlap")
-    llm.sampling_fn = strict
-    expected = ask(llm, PROMPTS[:2], GREEDY)
-    fake.gives_up = fake.steps + 3
-    with pytest.raises(RuntimeError, match="waited longer"):
-        llm.generate(PROMPTS[:2], GREEDY, False)
-    assert ask(llm, PROMPTS[:2], GREEDY) == expected
-
-
 def test_steps_of_ever_new_sizes_do_not_pile_up_views_of_the_input():
     buffers, views = step_input.StepBuffers(2**18, torch.device("cpu")), []
     for tokens in range(1, 2 * step_input.MAX_VIEWS):
@@ -266,11 +205,13 @@ def test_a_steps_input_is_not_written_where_the_copy_of_the_one_before_may_still
     assert not np.shares_memory(first, second) and np.shares_memory(first, third)
 
 
-def test_tokens_that_have_not_been_read_are_not_written_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
-    host_ids = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
-    head = SimpleNamespace(device=torch.device("cuda"), _host_ids=host_ids)
-    steps = [Head._fetch(head, SampledTokens(torch.tensor(ids)), None) for ids in ([1, 2], [3, 4, 5])]
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str)
+def test_tokens_that_have_not_been_read_are_not_written_over(device):
+    head, kept = Head(None, 8, torch.float32, None, LastTokens(4, device)), torch.zeros(4).long().to(device)
+    steps = []
+    for token_ids in ([1, 2], [3, 4, 5]):  # a replay leaves its tokens where the one before did
+        row = kept[: len(token_ids)].copy_(torch.tensor(token_ids))
+        steps.append(head.finish(StepOutput(ids=row, kept=row), None, None, np.zeros(len(row)), 0))
     assert [step.wait().token_ids for step in steps] == [[1, 2], [3, 4, 5]]
 
 

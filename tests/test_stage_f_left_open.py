@@ -34,11 +34,6 @@ def stages():
     return scale_out.LLM("random:qwen2-tiny", pipeline_parallel_size=2, **OPTIONS)
 """
 PROGRAMS = {
-    "idle": """
-llm = ranks()
-llm.generate(PROMPTS, PARAMS, False)
-print(*workers())
-""",
     "in the middle of requests": """
 engines = ranks(), stages()
 streams = [llm.stream(PROMPTS, PARAMS) for llm in engines]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
-from contract.engines import GREEDY, MODEL, PROMPTS, ask
+from contract.engines import MODEL
 from fake_model import answer_alone, make_calls, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare
 
 import stage_f_graph_tp
-from stage_a_naive.sampling import SamplingParams
 
 pytestmark = pytest.mark.fast
+POOL = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
 @settings(max_examples=30, deadline=None)
@@ -25,14 +24,16 @@ def test_surplus_is_at_most_one_token_a_request_and_none_where_the_end_is_known(
     options = {"num_blocks": 400, "block_size": 4, "enable_prefix_caching": False, **limits}
     calls = run_and_compare(requests, options, partial(make_calls, late=True))
     ended_early = len(requests) - sum(r.ignore_eos for r in requests)
-    needed = sum(len(r.prompt) - 1 for r in requests) + calls.engine.counters.num_generated_tokens
+    asked = [make_request(0, r.prompt, r.max_tokens, r.ignore_eos) for r in requests]
+    generated = sum(len(answer_alone(request, 1601)[0]) for request in asked)
+    assert calls.engine.counters.num_generated_tokens == generated, "the counters leave the surplus out"
+    needed = sum(len(r.prompt) - 1 for r in requests) + generated
     assert needed <= calls.engine.runner.num_tokens_run <= needed + ended_early
 
 
 @pytest.mark.parametrize("fails", [4, 5], ids=["when its tokens are fetched", "when it is launched"])
 def test_after_a_failed_step_nothing_that_was_launched_is_still_under_way(fails):
-    pool = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    calls = make_calls(late=True, fail_at=frozenset({fails}), **pool)
+    calls = make_calls(late=True, fail_at=frozenset({fails}), **POOL)
     request = make_request(0, [5, 6, 7, 8, 9], 20, ignore_eos=True)
     calls.add_request(request, streams=False)
     with pytest.raises(RuntimeError, match="the device failed"):
@@ -46,13 +47,8 @@ def test_after_a_failed_step_nothing_that_was_launched_is_still_under_way(fails)
     assert events[-1].output["token_ids"] == answer_alone(request, 4096)[0]
 
 
-def tiny(**options: object) -> stage_f_graph_tp.LLM:
-    return stage_f_graph_tp.LLM(MODEL, device="cpu", **options)
-
-
 def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
-    pool = {"num_blocks": 50, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    calls = make_calls(late=True, fail_at=frozenset({2, 3}), **pool)  # 2 when it is waited for, 3 at its launch
+    calls = make_calls(late=True, fail_at=frozenset({2, 3}), **POOL)  # 2 when it is waited for, 3 at its launch
     request = make_request(0, [1, 2, 3], 9, ignore_eos=True)
     calls.add_request(request, streams=False)
     errors, outputs = [], []
@@ -65,34 +61,13 @@ def test_a_step_in_flight_that_fails_as_the_next_one_did_is_told_of_once():
     assert outputs == [answer_alone(request, 4096)[0]]
 
 
-def test_the_next_step_is_ordered_before_the_tokens_of_the_last_are_fetched():
-    for overlap, expected in ((True, "L LW LW LW LW W"), (False, "LW LW LW LW LW")):
-        llm, log = tiny(without="" if overlap else "overlap", num_kvcache_blocks=16), []
-        launch = llm.runner.launch
-
-        def logged(step, launch=launch, log=log):
-            result = launch(step)
-            if not step.sequences:
-                return result
-            log.append("L")
-            wait = result.wait
-            object.__setattr__(result, "wait", lambda: log.append("W") or wait())
-            return result
-
-        llm.runner.launch = logged
-        run_step = llm.engine.run_step
-        llm.engine.run_step = lambda run_step=run_step, log=log: (run_step(), log.append(" "))[0]
-        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), False)
-        assert "".join(log).strip() == expected
-
-
-def test_the_counters_leave_the_surplus_out():
-    llm = tiny(num_kvcache_blocks=64)
-    end = ask(llm, PROMPTS[:1])[0][4]
-    before = llm.engine.counters.num_generated_tokens
-    params = replace(GREEDY, stop_token_ids=(end,), ignore_eos=True)
-    outputs = [llm.generate(PROMPTS[:1], params, False)[0] for _ in range(3)]
-    ask(llm, PROMPTS[:1], replace(GREEDY, max_tokens=1))
-    generated = sum(len(output["token_ids"]) for output in outputs)
-    assert generated < 3 * GREEDY.max_tokens and {output["finish_reason"] for output in outputs} == {"stop"}
-    assert llm.engine.counters.num_generated_tokens - before == generated + 1
+@pytest.mark.parametrize("late", [True, False])
+def test_the_next_step_is_launched_before_the_tokens_of_the_last_are_fetched(late):
+    calls, in_flight = make_calls(late=late, **POOL), []
+    calls.add_request(make_request(0, [1, 2, 3], 5, ignore_eos=True), streams=False)
+    while calls.has_unfinished():
+        calls.step()
+        in_flight.append([step.waited for step in calls.engine.runner.launched].count(False))
+    assert in_flight == ([1] * 5 + [0] if late else [0] * 5)
+    llm = stage_f_graph_tp.LLM(MODEL, device="cpu", without="" if late else "overlap", num_kvcache_blocks=16)
+    assert llm.engine.depth == int(late)

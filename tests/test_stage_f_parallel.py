@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +36,6 @@ from stage_f_graph_tp.ranks import Job, build_worker
 from stage_f_graph_tp.tensor_parallel import rank_group, start_ranks
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.sharding import (
-    ShardedTensors,
     VocabParallelEmbedding,
     build_sharded_model,
     check_divisible,
@@ -70,9 +68,11 @@ def config_of(preset: str, **changes: object) -> ModelConfig:
     return replace(ModelConfig.from_hf(resolve(f"random:{preset}").config), **changes)
 
 
-def run_model(config: ModelConfig, tensors: TensorSource, group: RankGroup | None = None) -> torch.Tensor:
+def run_model(
+    config: ModelConfig, tensors: TensorSource, group: RankGroup | None = None, **how: object
+) -> torch.Tensor:
     """Logits after a prefill of two prompts and after a decode step: `[4, vocab]`. `group`: of a rank's share."""
-    build = build_model if group is None else partial(build_sharded_model, group=group)
+    build = partial(build_model, **how) if group is None else partial(build_sharded_model, group=group, **how)
     model = build(config, pick_backend("reference", CPU, F32, config.head_dim), 64, tensors, F32, CPU)
     pool = KVCache(config.num_layers, 16, 4, model.config.num_kv_heads, config.head_dim, F32, CPU)
     sequences = [Sequence(completion_of(range(3 + i, 12 + 3 * i))) for i in range(2)]
@@ -204,23 +204,6 @@ def test_every_token_is_looked_up_and_scored_by_exactly_one_rank(vocab, ranks):
         torch.testing.assert_close(logits, hidden @ table.T)
 
 
-@pytest.mark.parametrize(("ranks", "vocab"), [(2, 10), (2, 11), (4, 5)])
-def test_random_weights_are_the_same_for_any_number_of_ranks(ranks, vocab):
-    config = config_of("qwen2-tiny", vocab_size=vocab)
-    rows, hidden, heads = -(-vocab // ranks), config.hidden_size, config.num_heads * config.head_dim
-    for name, dim, whole, part in (
-        ("model.embed_tokens.weight", 0, (vocab, hidden), (rows, hidden)),
-        ("model.layers.0.self_attn.q_proj.bias", 0, (heads,), (heads // ranks,)),
-        ("model.layers.1.self_attn.o_proj.weight", 1, (hidden, heads), (hidden, heads // ranks)),
-    ):
-        shards = [ShardedTensors(random_weights(), config, rank, ranks) for rank in range(ranks)]
-        slices = [own.lazy(name, part)[:] for own in shards]
-        assert {own.shape for own in slices} == {part}
-        together = torch.cat(slices, dim)
-        assert torch.equal(together.narrow(dim, 0, whole[dim]), random_tensor(name, whole, 0, CPU, F32))
-        assert together.narrow(dim, whole[dim], together.shape[dim] - whole[dim]).count_nonzero() == 0
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """llama-tiny with 2 KV heads as a directory of two safetensors files."""
@@ -270,25 +253,6 @@ def test_a_rank_reads_only_its_slices_of_the_files(checkpoint, ranks):
     for logits, count in on_ranks(ranks, work):
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
         assert count == norms + (total - norms - kv) // ranks + kv * copies // ranks
-
-
-@pytest.mark.parametrize(("preset", "ranks"), [("qwen2.5-7b", 2), ("qwen2.5-7b", 4), ("llama-3.1-8b", 8)])
-def test_ranks_hold_a_large_model_once_but_for_its_norms(preset, ranks):
-    config, meta = config_of(preset), torch.device("meta")
-
-    class Shapes(RandomWeights):
-        def lazy(self, name, shape):
-            return torch.empty(shape, device=meta)
-
-    def build(size: int, rank: int) -> int:
-        group = SimpleNamespace(size=size, rank=rank)
-        tensors, backend = Shapes("shapes", 0, meta, F32), pick_backend("reference", CPU, F32, config.head_dim)
-        model = build_sharded_model(config, backend, 64, tensors, F32, meta, group=group)
-        return sum(weight.numel() for weight in model.parameters())
-
-    norms = config.hidden_size * (2 * config.num_layers + 1)
-    whole = build(1, 0)
-    assert {build(ranks, rank) for rank in range(ranks)} == {norms + (whole - norms) // ranks}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ from stand_ins import forwards_of
 from test_stage_f_graphs import build
 
 import stage_e_batching
-import stage_f_graph_tp
-from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
 from stage_f_graph_tp.step_input import StepShape, host_views
@@ -112,28 +110,3 @@ def test_a_closed_engine_holds_no_graph():
     assert forwards_of(llm.runner, DecodeGraphs) and forwards_of(llm.runner, PrefillGraphs)
     llm.close()
     assert llm.runner.forwards == [llm.runner.layers], "NCCL waits for graphs that hold it"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("budget", [40, 16384])
-def test_on_a_gpu_the_graphs_change_no_token(overlap, prefix_caching, budget):
-    questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 6
-    greedy = SamplingParams(temperature=0, max_tokens=48)
-    llm, plain = (
-        stage_f_graph_tp.LLM(
-            "tutor",
-            device="cuda",
-            num_kvcache_blocks=256,
-            max_num_seqs=40,
-            max_num_batched_tokens=budget,
-            without=["overlap"] * (not overlap) + ["prefill_graphs"] * (not graphs),
-            enable_prefix_caching=prefix_caching,
-        )
-        for graphs in (True, False)
-    )
-    assert forwards_of(llm.runner, PrefillGraphs) and not forwards_of(plain.runner, PrefillGraphs)
-    assert ask(llm, questions, greedy) == ask(plain, questions, greedy)
-    for question in questions[:4]:
-        assert ask(llm, [question], greedy) == ask(plain, [question], greedy)

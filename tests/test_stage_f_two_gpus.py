@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from contract.engines import ids
 from stand_ins import forwards_of
+from test_stage_f_gpu import ASKED, GREEDY, PARAMS, PROMPTS, SMALL
 
 import stage_e_batching
 import stage_f_graph_tp
@@ -23,21 +25,10 @@ from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 
 ROOT = Path(__file__).resolve().parent.parent
-QUESTIONS = ("What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？", "What is prefill?")
-ASKED = [[{"role": "user", "content": question}] for question in QUESTIONS]
-PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 17, 9, 50)]
-PARAMS = SamplingParams(temperature=0, max_tokens=48)
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-SMALL = {"device": "cuda", "gpu_memory_utilization": 0.1, "max_num_seqs": 16}  # many engines in one test run
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-
-
-def ids(outputs) -> list[list[int]]:
-    return [output["token_ids"] for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +40,12 @@ def tutors_answers() -> list[list[int]]:
     "options", [{}, {"enforce_eager": True, "without": "overlap,fused_layers,skinny_gemm"}], ids=str
 )
 def test_two_ranks_give_the_tutors_tokens(tutors_answers, options):
-    llm = stage_f_graph_tp.LLM("tutor", dtype="bfloat16", tensor_parallel_size=2, **SMALL, **options)
-    try:
-        assert bool(forwards_of(llm.runner, DecodeGraphs)) != bool(options)
+    options = SMALL | options | {"dtype": "bfloat16"}
+    with contextlib.closing(stage_f_graph_tp.LLM("tutor", tensor_parallel_size=2, **options)) as llm:
+        assert bool(forwards_of(llm.runner, DecodeGraphs)) != ("enforce_eager" in options)
         assert llm.runner.model.layers[0].mlp.down_proj.peers is llm.runner.placement.group.one_shot.peers
         for _ in range(2):
             assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
-    finally:
-        llm.close()
 
 
 @pytest.mark.parametrize("preset", ["qwen3-tiny", "llama-tiny"])
@@ -67,16 +56,12 @@ def test_two_ranks_give_one_gpus_tokens(preset):
     filtered = [SamplingParams(temperature=0.8, top_k=20, seed=i, max_tokens=8, ignore_eos=True) for i in range(5)]
     single = stage_e_batching.LLM(f"random:{preset}", **options)
     expected = [ids(single.generate(PROMPTS, params, False)) for params in (GREEDY, plain, filtered)]
-    llm = stage_f_graph_tp.LLM(f"random:{preset}", tensor_parallel_size=2, **options)
-    try:
+    with contextlib.closing(stage_f_graph_tp.LLM(f"random:{preset}", tensor_parallel_size=2, **options)) as llm:
         assert [ids(llm.generate(PROMPTS, params, False)) for params in (GREEDY, plain, filtered)] == expected
-    finally:
-        llm.close()
 
 
 def test_the_all_reduces_of_a_step_are_inside_its_graph_with_and_without_prefill_and_rank_0_alone_reports(capfd):
-    llm = stage_f_graph_tp.LLM("tutor", tensor_parallel_size=2, **SMALL)
-    try:
+    with contextlib.closing(stage_f_graph_tp.LLM("tutor", tensor_parallel_size=2, **SMALL)) as llm:
         llm.generate([[5, 6, 7]], GREEDY, False)
         calls = []
         all_reduce = llm.runner.placement.group.all_reduce
@@ -84,8 +69,6 @@ def test_the_all_reduces_of_a_step_are_inside_its_graph_with_and_without_prefill
         llm.generate([[5, 6, 7]], GREEDY, False)
         assert not calls
         assert capfd.readouterr().err.count(" for decode, ") == 1
-    finally:
-        llm.close()
 
 
 def run(script: str, arguments: list[list[object]], seconds: int) -> list[str]:

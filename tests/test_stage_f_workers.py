@@ -23,11 +23,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from contract.engines import GREEDY, PROMPTS, ask, one_by_one, sampler
+from contract.engines import GREEDY, PROMPTS, ask, one_by_one
 from ranks import (
     MIXED,
     SECONDS,
     SHARING,
+    admit_whoever_fits,
     children,
     error_of,
     forked_ranks,
@@ -96,7 +97,7 @@ def two_ranks() -> Iterator[SimpleNamespace]:
     """Small chunks, a pool that is too small for all requests at once, and a recorded step for some sizes."""
     with recording_ranks(SIZES, PREFILLS) as replays:
         llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
-    llm.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    admit_whoever_fits(llm)
     yield SimpleNamespace(llm=llm, group=llm.runner.placement.group, replays=replays)
     llm.close()
 
@@ -192,7 +193,7 @@ def test_an_engine_closed_by_another_thread_in_the_middle_of_a_step_says_so():
 def test_a_step_that_fails_on_rank_0_alone_is_an_error_that_ends_the_workers():
     with within_seconds(), forked_ranks():
         llm = ranked()
-        llm.runner.layers.run = lambda *args: 1 / 0  # the other rank now waits in a collective
+        llm.runner.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)  # the other rank waits in a collective
         with pytest.raises(WorkerError, match="rank 0 could not run a step: ZeroDivisionError"):
             ask(llm, PROMPTS)
 
@@ -249,20 +250,6 @@ def test_recording_graphs_of_any_kind_ends_when_a_rank_has_died(sizes, prefills)
         assert len(recorded) == 2
 
 
-def test_a_samplers_error_in_a_step_in_which_a_rank_died_is_the_ranks_error():
-    def fail(logits: torch.Tensor, params: list[SamplingParams]) -> None:
-        [process] = children() - before
-        os.kill(process, signal.SIGKILL)
-        error_of(llm.runner.placement.workers)
-        raise ZeroDivisionError
-
-    with within_seconds(), forked_ranks():
-        before = children()
-        llm = ranked()
-        with sampler(llm, fail), pytest.raises(WorkerError, match="rank 1 of 2 died"):
-            ask(llm, PROMPTS)
-
-
 # ---- puppets: ranks that execute what a test sends them --------------------------------------------------------------
 
 
@@ -293,25 +280,24 @@ def puppets() -> Iterator[Callable[[int], Workers]]:
         ranks.close()
 
 
-def test_the_rank_that_died_is_named_though_others_notice_first(puppets, limits):
-    limits(CAUSE_SECONDS=5.0)  # also on a busy machine it dies within that time
-    ranks = puppets(4)
-    ranks.send(b"if rank == 3: time.sleep(0.1); " + DIE + b"\nelse: " + LOSE)
-    assert error_of(ranks).startswith("rank 3 of 4 died (SIGKILL)")
-
-
-def test_the_rank_that_raised_is_named_with_its_report_though_others_that_lost_it_are_read_first(puppets, limits):
-    limits(CAUSE_SECONDS=5.0)
-    ranks = puppets(4)
-    ranks.send(b"if rank == 3: time.sleep(0.1); raise KeyError('no such page')\nelse: " + LOSE)
-    first = f"rank 3 of 4 failed: KeyError: 'no such page'; {workers_module.ADVICE}"
-    assert re.fullmatch(rf"{first}\nTraceback.*KeyError: 'no such page'", error_of(ranks), re.DOTALL)
-
-
-def test_where_every_rank_lost_another_one_of_them_is_named(puppets):
-    ranks = puppets(3)
-    ranks.send(LOSE)
-    assert re.match("rank [12] of 3 failed: .*BrokenCollective: Connection closed by peer; ", error_of(ranks))
+@pytest.mark.parametrize(
+    ("size", "command", "says"),
+    [
+        (4, b"if rank == 3: time.sleep(0.1); " + DIE + b"\nelse: " + LOSE, r"rank 3 of 4 died \(SIGKILL\)"),
+        (
+            4,
+            b"if rank == 3: time.sleep(0.1); raise KeyError('no such page')\nelse: " + LOSE,
+            f"rank 3 of 4 failed: KeyError: 'no such page'; {workers_module.ADVICE}\nTraceback.*'no such page'$",
+        ),
+        (3, LOSE, "rank [12] of 3 failed: .*BrokenCollective: Connection closed by peer; "),
+    ],
+    ids=["it died", "it raised", "every rank lost another"],
+)
+def test_the_rank_that_failed_is_named_though_others_notice_first(puppets, limits, size, command, says):
+    limits(CAUSE_SECONDS=5.0)  # also on a busy machine it fails within that time
+    ranks = puppets(size)
+    ranks.send(command)
+    assert re.match(says, error_of(ranks), re.DOTALL)
 
 
 def test_a_rank_that_dies_is_noticed_though_a_child_of_it_keeps_its_connection_open(puppets):
@@ -496,21 +482,6 @@ def test_an_error_that_rank_0_cannot_raise_because_a_call_does_not_end_is_printe
             time.sleep(0.05)
             told += capsys.readouterr().err
     assert re.fullmatch("error: rank 1 of 2 died .* rank 0 has not come back .*\n", told)
-
-
-def test_rank_0_is_not_blocked_where_it_came_back_and_waits_for_something_else(puppets, limits, capsys):
-    before, looks_again, waits_again = set(threading.enumerate()), threading.Event(), threading.Event()
-    ranks = puppets(2)
-    [watcher] = set(threading.enumerate()) - before
-    sleep = lambda _: looks_again.set() or waits_again.wait(SECONDS)  # noqa: E731
-    limits(time=SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    with ranks.awaited():
-        ranks.send(DIE)
-        assert looks_again.wait(SECONDS)
-    with ranks.awaited():
-        waits_again.set()
-        watcher.join(SECONDS)
-    assert not watcher.is_alive() and not capsys.readouterr().err
 
 
 def test_a_step_that_broke_because_a_rank_died_is_the_ranks_error(puppets):

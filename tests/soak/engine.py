@@ -32,6 +32,7 @@ class Soak:
         self.expected: dict[int, list[int]] = {}  # request id -> the answer it got alone
         self.live: list[int] = []
         self.fail_next = False
+        llm.runner.model.register_forward_pre_hook(self._fail_if_told)
         limit = llm.max_model_len // 2
         bases = [self._tokens(limit) for _ in range(3)]
         self.prompts = [bases[i % 3][: self.rng.randrange(1, limit)] + self._tokens(5) for i in range(24)]
@@ -90,21 +91,16 @@ class Soak:
         self.expected.pop(request_id, None)
 
     def _step(self) -> None:
-        runner = self.llm.runner
-        name = "launch" if hasattr(runner, "launch") else "run"  # stage F's runner does not wait
-        run = getattr(runner, name)
-        if self.fail_next:
-            setattr(runner, name, self._failing)
         try:
             self.llm.calls.step()
         except InjectedError:
             self.tally.errors += 1
-        finally:
-            setattr(runner, name, run)
+        self.fail_next = False
         self._read_mail()
 
-    def _failing(self, step: object) -> None:
-        raise InjectedError("made by the soak")
+    def _fail_if_told(self, *_: object) -> None:
+        if self.fail_next:
+            raise InjectedError("made by the soak")
 
     def _read_mail(self) -> None:
         for event in self.mailbox.take():
