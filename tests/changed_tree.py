@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -47,14 +47,15 @@ class Change:
     tests: tuple[str, ...]
 
 
-def outcomes(changes: Iterable[Change], jobs: int, seconds: int, baseline: bool = True) -> Iterator[str]:
+def outcomes(changes: Iterable[Change], jobs: int, seconds: int) -> Iterator[str]:
     """Run each change's tests: yields "failed", "passed" or "timeout", in the order of the changes.
+
+    All tests run on an unchanged copy first: one that always fails notices nothing.
 
     Args:
         changes: iterated over once.
         jobs: test runs at the same time, each on its own copy of the tree.
         seconds: of processor time that a run may take. Where it waits for something else, it has five times as long.
-        baseline: whether to run all tests on an unchanged copy first: one that always fails notices nothing.
 
     Raises:
         RuntimeError: the tests do not pass without a change, or pytest could not run them.
@@ -66,46 +67,40 @@ def outcomes(changes: Iterable[Change], jobs: int, seconds: int, baseline: bool 
         for i in range(jobs):
             trees.put(copy_tree(Path(folder) / str(i)))
 
-        def run(change: Change | None, tests: tuple[str, ...]) -> str:
+        def run(change: Change) -> str:
             tree = trees.get()
+            path = tree / change.file
+            text = path.read_text(encoding="utf-8")
             try:
-                if change is None:
-                    return run_tests(tree, tests, seconds)
-                path = tree / change.file
-                text = path.read_text(encoding="utf-8")
-                try:
-                    path.write_text(change.text, encoding="utf-8")
-                    return run_tests(tree, tests, seconds)
-                finally:
-                    path.write_text(text, encoding="utf-8")
+                path.write_text(change.text, encoding="utf-8")
+                return run_tests(tree, change.tests, seconds)
             finally:
+                path.write_text(text, encoding="utf-8")
                 trees.put(tree)
 
-        if baseline:
-            groups = sorted({change.tests for change in changes})
-            for tests, outcome in zip(groups, pool.map(lambda tests: run(None, tests), groups), strict=True):
-                if outcome != "passed":
-                    raise RuntimeError(f"without any change: {' '.join(tests)} {outcome}")
-            print(f"the tests pass without a change ({len(groups)} runs)", flush=True)
-        yield from pool.map(lambda change: run(change, change.tests), changes)
+        texts = {change.file: (ROOT / change.file).read_text(encoding="utf-8") for change in changes}
+        unchanged = {change.tests: replace(change, text=texts[change.file]) for change in changes}
+        for tests, outcome in zip(unchanged, pool.map(run, unchanged.values()), strict=True):
+            if outcome != "passed":
+                raise RuntimeError(f"without any change: {' '.join(tests)} {outcome}")
+        print(f"the tests pass without a change ({len(unchanged)} runs)", flush=True)
+        yield from pool.map(run, changes)
 
 
 def copy_tree(target: Path) -> Path:
     """Copy what git knows of or would add; what was built is linked."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(command, cwd=ROOT, text=True).split("\0"):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
     if (ROOT / "build").exists() and not (target / "build").exists():
         (target / "build").symlink_to(ROOT / "build")
     return target
+
+
+def log_of(tree: Path) -> Path:
+    return tree.with_name(f"{tree.name}.log")
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], seconds: int) -> str:
@@ -122,12 +117,8 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds: int) -> str:
     if process.exitcode == -signal.SIGXCPU:
         return "timeout"
     if process.exitcode > 2:  # neither a test that failed nor one that could not be collected
-        raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{_log(tree).read_text()[-2000:]}")
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{log_of(tree).read_text()[-2000:]}")
     return "failed" if process.exitcode else "passed"
-
-
-def _log(tree: Path) -> Path:
-    return tree.with_name(f"{tree.name}.log")
 
 
 def _run_pytest(tree: Path, tests: tuple[str, ...], seconds: int) -> None:
@@ -138,7 +129,7 @@ def _run_pytest(tree: Path, tests: tuple[str, ...], seconds: int) -> None:
     os.chdir(tree)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    with _log(tree).open("wb") as log:
+    with log_of(tree).open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     own = Path(__file__).parent

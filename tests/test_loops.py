@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.excerpts import EXCERPT, excerpt
+from benchmarks.excerpts import excerpt
 from benchmarks.loops import PROGRAMS, idea, module_name, result
 from benchmarks.results import ROOT
 from stage_a_naive import SamplingParams
@@ -38,7 +38,7 @@ def one_by_one(loop: ModuleType, prompts: list[list[int]], eos_id: int, *steps: 
 
 def with_the_kernel(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
     loop.load_extension("fused_mlp")
-    model = hf_model.__wrapped__()
+    model = load_hf_model()
     loop.replace_mlp(model)
     return [loop.generate(model, prompt, eos_id, MOST_TOKENS) for prompt in prompts]
 
@@ -128,9 +128,11 @@ each_loop = pytest.mark.parametrize(
 )
 
 
-@cache
-def hf_model() -> AutoModelForCausalLM:
+def load_hf_model() -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(TUTOR_PATH).float().eval()
+
+
+hf_model = cache(load_hf_model)
 
 
 def source(loop: Loop) -> str:
@@ -241,12 +243,6 @@ ROW = re.compile(r"\| `(?P<own>[\w.]+(?:::[\w.]+)?)` \| \[`(?P<at>[\w./]+::[\w.]
 
 def rows_of_the_engine(text: str) -> list[str]:
     return [row for table in text.split(HEAD)[1:] for row in table.partition("\n\n")[0].splitlines()[2:]]
-
-
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.as_posix())
-def test_the_first_code_of_a_lesson_is_its_program(readme: Path) -> None:
-    at = EXCERPT.search((ROOT / readme).read_text(encoding="utf-8"))[2]
-    assert at.partition("::")[0] in PROGRAMS
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.as_posix())
