@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,20 +47,18 @@ class Change:
     tests: tuple[str, ...]
 
 
-def outcomes(changes: Iterable[Change], jobs: int, seconds: int) -> Iterator[str]:
+def outcomes(changes: list[Change], jobs: int, seconds: int) -> Iterator[str]:
     """Run each change's tests: yields "failed", "passed" or "timeout", in the order of the changes.
 
     All tests run on an unchanged copy first: one that always fails notices nothing.
 
     Args:
-        changes: iterated over once.
         jobs: test runs at the same time, each on its own copy of the tree.
         seconds: of processor time that a run may take. Where it waits for something else, it has five times as long.
 
     Raises:
         RuntimeError: the tests do not pass without a change, or pytest could not run them.
     """
-    changes = list(changes)
     os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory(prefix="changed-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import TextIO
 
 import pytest
-from serving import LONG, QUESTION, ask, assert_idle, get, messages, running, streamed, wait_until
+from serving import LONG, QUESTION, ask, assert_idle, get, messages, running, streamed, until, wait_until
 
 import stage_e_batching
 import stage_f_graph_tp
@@ -29,12 +29,12 @@ from stage_e_batching.calls.mailbox import Event
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
-OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 512}
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 512}
 
 
 @pytest.fixture(scope="module", params=[stage_e_batching, stage_f_graph_tp], ids=lambda stage: stage.__name__)
 def llm(request):
-    with closing(request.param.LLM("tutor", **OPTIONS)) as llm:
+    with closing(request.param.LLM("tutor", device="cpu", **OPTIONS)) as llm:
         yield llm
 
 
@@ -344,18 +344,16 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
 
     async def use() -> None:
         many = AsyncLLM(llm, max_queue=2)
-        outputs, pieces = await asyncio.gather(
-            many.generate([QUESTION, "Why?"], GREEDY), joined(many.stream(QUESTION, GREEDY))
-        )
+        outputs = await many.generate([QUESTION, "Why?"], GREEDY)
         assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
-        assert pieces == expected[0]["text"]
+        pieces = [piece async for piece in many.stream(QUESTION, GREEDY)]
+        assert "".join(pieces) == expected[0]["text"]
 
         async with aclosing(many.stream(QUESTION, ENDLESS)) as stream:
             assert await anext(stream)  # it has a batch slot; of the four that follow, one waits
             many.engine_loop.pause()
             cancelled = asyncio.create_task(many.generate([QUESTION] * 4, ENDLESS))
-            while many.num_unfinished < 5:
-                await asyncio.sleep(0.01)
+            await until(lambda: many.num_unfinished == 5)
             with pytest.raises(QueueFull, match="at most 6"):
                 await many.generate([QUESTION] * 2)
             with pytest.raises(ValueError, match="empty"):
@@ -366,8 +364,7 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
         assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 5
 
         left = asyncio.create_task(many.generate([QUESTION], ENDLESS))  # still paused: it will not end
-        while not many.num_unfinished:
-            await asyncio.sleep(0.01)
+        await until(lambda: many.num_unfinished)
         assert not await many.drain(0.01)
         await many.close()
         for ended in (left, many.generate([QUESTION])):
@@ -375,10 +372,6 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
                 await ended
 
     asyncio.run(use())
-
-
-async def joined(pieces) -> str:
-    return "".join([piece async for piece in pieces])
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------

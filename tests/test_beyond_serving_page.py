@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -167,7 +167,7 @@ class WatchedLoop:
 
 
 def watched(play) -> Callable[[], None]:
-    """A test of a loop and its view, in a thread of its own: in this one, the browser's driver may have an event loop."""
+    """A test of a loop and its view."""
 
     async def run() -> None:
         loop = WatchedLoop()
@@ -175,11 +175,7 @@ def watched(play) -> Callable[[], None]:
         async with asyncio.timeout(30):
             await play(loop, LiveView(SimpleNamespace(model="tutor", llm=engine)))
 
-    def test() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(asyncio.run, run()).result()
-
-    return test
+    return lambda: asyncio.run(run())
 
 
 @watched
