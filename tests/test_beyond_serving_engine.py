@@ -107,7 +107,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_two_steps(server, llm, str
     assert llm.engine.counters.num_steps <= steps + 3 + 2 and server.llm.num_unfinished == 0
 
 
-def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use(server, llm):
+def test_three_hundred_connections_that_are_dropped_at_random_leave_no_block_in_use(server, llm):
     long, short = post_bytes(LONG), post_bytes({"prompt": QUESTION, "max_tokens": 8})
 
     def drop(i: int) -> bool:
@@ -126,9 +126,9 @@ def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use
 
     aborted = server.llm.metrics.num_ended["abort"]
     with ThreadPoolExecutor(8) as pool:
-        left = sum(pool.map(drop, range(1000)))
+        left = sum(pool.map(drop, range(300)))
     wait_until(lambda: server.llm.num_unfinished == 0)
-    assert server.llm.metrics.num_ended["abort"] - aborted >= left > 30
+    assert server.llm.metrics.num_ended["abort"] - aborted >= left > 9
     assert_idle(llm)
     assert ask(server).status_code == 200
 

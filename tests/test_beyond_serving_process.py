@@ -21,7 +21,6 @@ from beyond.serving import wire
 from beyond.serving.__main__ import main, parse, serve_process
 from beyond.serving.engine_loop import Call, EngineClosed
 from beyond.serving.engine_process import EngineProcess
-from beyond.serving.metrics import engine_numbers
 from beyond.serving.remote_engine import RemoteLLM
 from beyond.serving.server import listen
 from stage_a_naive.contract.errors import EngineBroken
@@ -197,17 +196,6 @@ def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, pro
     assert not served.llm.num_unfinished
     assert not asyncio.run(served.llm.works())  # which is what /health says
     assert "ending" not in capsys.readouterr().out  # as if somebody had asked it to
-
-
-def test_an_engine_whose_server_is_gone_ends_without_a_word(capfd):
-    process = EngineProcess("stage_e_batching:LLM", OPTIONS)
-    RemoteLLM(process)
-    process.commands.send([("pause",), ("call", 0, engine_numbers)])
-    assert process.news.recv()[0] == wire.RESULT  # it has loaded, and waits for commands
-    process.news.close()
-    process.commands.send([("submit", [Request(0, [1], SamplingParams(), 0)])])
-    process.commands.close()  # it then says that the request will not be answered, and nobody reads that
-    assert process.end() == "exit code 0" and "Traceback" not in capfd.readouterr().err
 
 
 def test_a_process_whose_engines_thread_fails_ends_and_says_why(capfd):

@@ -164,6 +164,13 @@ def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number
         assert (number, error, numbers["num_requests_running"], numbers["kv_cache_usage_perc"]) == (3, None, 0, 0)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loop_whose_server_is_gone_ends_without_a_word():
+    with piped(make_calls(num_blocks=16, block_size=4, **BATCH)) as (_, commands, news):
+        news.close()
+        commands.send([("submit", [request(0, [20])])])  # nobody reads what becomes of it
+
+
 @pytest.mark.parametrize(
     ("error", "is_the_last"),
     [
