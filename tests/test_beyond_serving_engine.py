@@ -394,18 +394,14 @@ def test_at_the_end_running_answers_are_finished_and_new_ones_are_sent_away(llm)
         wait_until(lambda: not server.thread.is_alive())
 
 
-def assert_told_of_the_shutdown(text: str) -> None:
-    [told] = messages(text)
-    assert told["error"]["code"] == "shutting_down"
-
-
 def test_what_takes_longer_than_the_deadline_is_told_so(llm):
     with running(llm, deadline=0.05) as server, ThreadPoolExecutor(1) as pool:
         server.llm.engine_loop.pause()
         answer = pool.submit(ask, server, **LONG)
         wait_until(lambda: llm.calls.has_unfinished())
         server.server.handle_exit(15, None)
-        assert_told_of_the_shutdown(answer.result(60).text)
+        [told] = messages(answer.result(60).text)
+    assert told["error"]["code"] == "shutting_down"
 
 
 def test_a_client_that_takes_nothing_in_does_not_keep_the_server_and_is_no_error(llm, capsys):
@@ -454,5 +450,6 @@ def test_a_second_signal_ends_the_server_at_once_also_when_both_come_together(ll
         server.llm.engine_loop.pause()
         with streamed(server) as response:
             assert asyncio.run_coroutine_threadsafe(signals(server), server.loop).result(20)
-            assert_told_of_the_shutdown(response.read().decode())
+            [told] = messages(response.read().decode())
         wait_until(lambda: not server.thread.is_alive())
+    assert told["error"]["code"] == "shutting_down"
