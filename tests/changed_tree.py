@@ -115,7 +115,9 @@ def run_tests(tree: Path, tests: tuple[str, ...], seconds: int) -> str:
     if process.exitcode == -signal.SIGXCPU:
         return "timeout"
     if process.exitcode > 2:  # neither a test that failed nor one that could not be collected
-        raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{log_of(tree).read_text()[-2000:]}")
+        raise RuntimeError(
+            f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{log_of(tree).read_text()[-2000:]}"
+        )
     return "failed" if process.exitcode else "passed"
 
 

@@ -16,7 +16,7 @@ from serving import until
 
 import stage_e_batching
 from beyond.serving import wire
-from beyond.serving.engine_loop import Call, EngineClosed, News
+from beyond.serving.engine_loop import Call, EngineClosed
 from beyond.serving.metrics import engine_numbers
 from beyond.serving.piped_loop import PipedLoop
 from beyond.serving.remote_engine import EngineDied, RemoteLoop

@@ -184,5 +184,3 @@ def test_a_cell_to_try_does_not_hold_its_answer(path):
                 is_literal = not any(isinstance(part, ast.Name) for part in ast.walk(call.args[1]))
                 # 0 and None are what a result of the engine is compared with, not an answer.
                 assert not is_literal or ast.unparse(call.args[1]) in ("0", "None")
-
-

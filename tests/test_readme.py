@@ -44,5 +44,3 @@ def measurements(text: str) -> list[str]:
 @pytest.mark.parametrize("part", [links, commands, headings, table_rows, measurements])
 def test_both_readmes_have_the_same(part):
     assert part(CHINESE) == part(ENGLISH)
-
-

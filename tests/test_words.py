@@ -51,5 +51,3 @@ def test_a_lesson_links_to_the_glossary_which_has_its_terms(path: str) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
     used = {entry for pattern, entry in RULES["terms"].items() if re.search(pattern, prose(text), re.IGNORECASE)}
     assert "GLOSSARY.md" in text and used <= set(ENTRIES)
-
-
