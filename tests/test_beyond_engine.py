@@ -33,6 +33,10 @@ OTHERS = {
 ALL = FORMATS | OTHERS
 PAIRS = [pair for pair in combinations(ALL, 2) if not any(ALL[pair[0]].keys() & ALL[pair[1]].keys())]
 MORE = [("int8", "int8 cache", name, where) for name in ("n-grams", "a model") for where in ("ranks", "stages")]
+TIERED = [
+    pytest.param(pair, marks=[pytest.mark.slow] * bool({"ranks", "stages"} & {*pair}), id=" × ".join(pair))
+    for pair in PAIRS  # in several processes: all at once in MORE
+]
 ANSWERS: dict[tuple[str, ...], list[list[int]]] = {}
 
 
@@ -62,7 +66,7 @@ def is_refused(names: tuple[str, ...]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("names", [*PAIRS, *MORE], ids=" × ".join)
+@pytest.mark.parametrize("names", [*TIERED, *MORE], ids=" × ".join)
 def test_every_combination_gives_the_tokens_of_its_formats_alone_or_is_refused(names: tuple[str, ...]) -> None:
     if is_refused(names):
         return

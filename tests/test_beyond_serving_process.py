@@ -221,6 +221,7 @@ def test_what_must_end_at_once_ends_although_nobody_reads_what_it_says(module, a
     assert done.returncode == code
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_broken_for_good_ends_the_server_which_says_why():
     with command("--engine", BREAKABLE) as server:
         address = next(line.split()[-1] for line in server.stdout if line.startswith("[serving] API "))

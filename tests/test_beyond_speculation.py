@@ -545,7 +545,10 @@ def tiny_preset(monkeypatch) -> Callable[..., str]:
     return make
 
 
-@pytest.mark.parametrize("variant", ["plain", "small chunks", "tiny pool", "whole prompts", "one at a time"])
+@pytest.mark.parametrize(
+    "variant",
+    ["plain", *(pytest.param(v, marks=pytest.mark.slow) for v in ("small chunks", "tiny pool", "whole prompts", "one at a time"))],
+)
 def test_a_small_model_that_is_the_large_one_is_always_right(plain, loaded, variant):
     llm, sizes = with_draft_model(MODEL, **VARIANTS[variant]), []
     loaded[1].model.register_forward_pre_hook(lambda model, inputs: sizes.append(len(inputs[0])))
@@ -724,6 +727,7 @@ def check_that_tokens_are_stage_fs(device: str, dtype: str, draft_tokens: int, o
     assert llm.engine.counters.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_in_16_bits_the_tokens_are_stage_fs_up_to_rounding():
     check_that_tokens_are_stage_fs("cpu", "bfloat16", 4, True)
 

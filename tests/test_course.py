@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from labs.exercises import all_exercises, load_labs
+from tests.test_labs import answers, write_answer
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parent.parent
@@ -45,3 +46,11 @@ def test_each_answer_of_the_question_bank_names_exercises_that_there_are() -> No
     proofs = re.findall(r" · exercises? (.+)\*$", BANK, flags=re.MULTILINE)
     assert len(questions) == len(proofs) >= 49
     assert {name for proof in proofs for name in proof.split(", ")} <= MINUTES.keys()
+
+
+@pytest.mark.parametrize("letter", load_labs())
+def test_right_and_wrong_answers_change_functions_that_are_there(letter: str, tmp_path: Path) -> None:
+    """A slow test judges them."""
+    for kind in ("right", "wrong"):
+        for number, answer in enumerate(answers(kind, letter)):
+            write_answer(answer, tmp_path / f"{kind}-{number}")

@@ -192,6 +192,7 @@ def judge(keys: list[tuple[str, Path]]) -> list[Mark]:
     return marks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("letter", "is_whole"),
     [
@@ -292,6 +293,7 @@ def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp
     assert mark.state == "failed" and "longer than 1 s" in mark.reason
 
 
+@pytest.mark.slow
 def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
     work = submission(tmp_path, "e", _grow="return (")
     report = grade.grade(load_labs()["e"], work, only=["E.4", "E.5"])
@@ -300,6 +302,7 @@ def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
     assert grow.state == "failed" and "SyntaxError" in grow.reason and "scheduler.py:" in grow.reason
 
 
+@pytest.mark.slow
 def test_a_method_in_a_file_that_is_indented_with_tabs_is_judged(tmp_path):
     file = submission(tmp_path, "e") / "stage_e_batching" / "scheduler.py"
     text = file.read_text(encoding="utf-8")
@@ -415,6 +418,7 @@ def test_show_says_what_is_missing_where_nothing_can_run(tmp_path, capfd):
     assert printed.out.startswith("A.5 failed: ") and not printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_crash_in_cuda_on_a_cpu_is_named_with_its_line(tmp_path):
     work = submission(tmp_path, "c")
@@ -480,6 +484,7 @@ def test_hints_come_one_after_another(tmp_path):
         hint.next_hints("D.99", tmp_path)
 
 
+@pytest.mark.slow
 def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
     work, target = submission(tmp_path, "a", overlap="return 0"), tmp_path / "marks.json"
     points = []
@@ -638,6 +643,7 @@ def test_a_report_has_the_forms_of_gradescope_and_otter():
     assert Report("a", "title", thirds).points == 66.7 == round(sum(mark.points for mark in thirds), 9)
 
 
+@pytest.mark.slow
 def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys):
     odd = (
         "for n in range(len(stop) - 1, 0, -1):\n    part = stop[:n]\n    if len(text) >= n and text[-n:] == part:\n"
@@ -740,6 +746,7 @@ def test_every_written_question_has_a_model_answer():
     assert not answers
 
 
+@pytest.mark.slow
 def test_the_pack_has_answers_rubrics_and_hidden_tests_that_the_reference_passes(tmp_path, monkeypatch):
     written = pack.write_pack(tmp_path / "pack")
     assert {path.name for path in written} >= {"policies.md", "answers_d.md", "rubric_d.md", "test_lab_e.py"}

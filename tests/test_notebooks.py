@@ -41,6 +41,7 @@ def has_image(cell: nbformat.NotebookNode) -> bool:
     return any("image/png" in output.get("data", {}) for output in cell.outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # each cell has a limit of its own
 @each_notebook
 def test_the_notebook_runs(path):

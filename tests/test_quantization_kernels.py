@@ -123,6 +123,7 @@ def test_products_are_the_definition(case, device, dtype):
     check_products(*shape, name, group, device, dtype, tiles)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("pretended_gpus")
 @pytest.mark.parametrize(("rows", "columns", "height", "splits"), [(3584, 18944, 1, True), (18944, 3584, 2, False)])

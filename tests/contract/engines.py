@@ -76,6 +76,7 @@ def row(
     **options: object,
 ) -> Engine:
     parts = [{part} if isinstance(part, str) else part for part in has]
+    marks = (*marks, pytest.mark.slow) if name in SLOW else marks
     return Engine(name, package, frozenset().union(*parts), options, marks, prepare)
 
 
@@ -86,6 +87,7 @@ def record(llm: NaiveLLM) -> None:
 
 
 ALONE = ("one process", "exact")  # most rows
+SLOW = {"f, no overlap", "guesses, recorded", "guesses, no overlap", "guesses of a model"}  # they join parts of others
 ENGINES = [
     row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
     row("b", "stage_b_decode_step", CALLS_IN_TURN, *ALONE, sync_every=3),
