@@ -1,13 +1,8 @@
-"""Copies of the tree with one change in them, and whether tests notice: for `faults/run.py` and `mutants/run.py`.
-
-The tests of each change run in a process of their own. It is forked from one that has imported PyTorch and pytest, and
-nothing of this project: a change costs its tests, and not five seconds of imports as well.
-"""
+"""Copies of the tree with one change in them, and whether tests notice: for `faults/run.py` and `mutants/run.py`."""
 
 from __future__ import annotations
 
 import ast
-import multiprocessing
 import os
 import re
 import resource
@@ -24,16 +19,7 @@ from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = 8 * 2**30  # bytes of address space of a test run: a change may make a loop endless
-PRELOADED = [  # what imports for longest in most runs, and the program itself, which a process would import again
-    "__main__",
-    "torch",
-    "transformers.tokenization_utils_base",
-    "transformers.video_utils",
-    "matplotlib.figure",
-    "pytest",
-    "hypothesis.stateful",
-]
-# Before these are imported. A copy's bytecode is never written: two changes of a second might have the same.
+# A copy's bytecode is never written: two changes of a second might have the same.
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -59,7 +45,6 @@ def outcomes(changes: list[Change], jobs: int, seconds: int) -> Iterator[str]:
     Raises:
         RuntimeError: the tests do not pass without a change, or pytest could not run them.
     """
-    os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory(prefix="changed-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         for i in range(jobs):
@@ -97,46 +82,28 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def log_of(tree: Path) -> Path:
-    return tree.with_name(f"{tree.name}.log")
-
-
 def run_tests(tree: Path, tests: tuple[str, ...], seconds: int) -> str:
     """Run pytest in `tree`: "passed", "failed", or "timeout"."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(PRELOADED)
-    process = forks.Process(target=_run_pytest, args=(tree, tests, seconds))
-    process.start()
-    process.join(5 * seconds)
-    if process.exitcode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no_shrinking", *tests]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "tests")])}
+    own = {"cwd": tree, "env": environment, "preexec_fn": limit, "start_new_session": True}
+    log = tree.with_name(f"{tree.name}.log")
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, **own) as process:
+        try:
+            code = process.wait(5 * seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with all that the tests have started
+            return "timeout"
+    if code == -signal.SIGXCPU:
         return "timeout"
-    if process.exitcode == -signal.SIGXCPU:
-        return "timeout"
-    if process.exitcode > 2:  # neither a test that failed nor one that could not be collected
-        raise RuntimeError(
-            f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{log_of(tree).read_text()[-2000:]}"
-        )
-    return "failed" if process.exitcode else "passed"
-
-
-def _run_pytest(tree: Path, tests: tuple[str, ...], seconds: int) -> None:
-    """In the forked process: run the tests, and exit with pytest's status."""
-    import pytest
-
-    os.setsid()  # with all that the tests start, so that it can be ended together
-    os.chdir(tree)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    with log_of(tree).open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    own = Path(__file__).parent
-    sys.path[:] = [str(tree), str(tree / "tests"), *(p for p in sys.path if Path(p) not in (ROOT, own))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no_shrinking"]
-    sys.exit(int(pytest.main([*options, *tests])))
+    if code not in (0, 1, 2):  # neither a test that failed nor one that could not be collected
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with {code}:\n{log.read_text()[-2000:]}")
+    return "failed" if code else "passed"
 
 
 # ---- where a function is -------------------------------------------------------------------------------------------

@@ -128,7 +128,19 @@ def run_interpreted_tests(request: pytest.FixtureRequest) -> Callable[[str], Non
         pytest.importorskip("triton")
         if os.environ.get("TRITON_INTERPRET") == "1":
             pytest.skip("they run in this process")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", "-m", tier, file]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "interpreted",
+            "-m",
+            tier,
+            file,
+        ]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         inner = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr

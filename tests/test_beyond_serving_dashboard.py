@@ -16,6 +16,7 @@ from serving import ask, engine, get, httpx, running, wait_until
 
 if not (shutil.which("prometheus") and shutil.which("promtool")):
     pytest.skip("Prometheus is not installed: apt-get install prometheus", allow_module_level=True)
+pytestmark = pytest.mark.slow
 
 DASHBOARD = json.loads((Path(__file__).parents[1] / "beyond/serving/grafana.json").read_text(encoding="utf-8"))
 CONFIG = """

@@ -149,67 +149,61 @@ def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, l
     assert step_log.CACHED in picture["blocks"] and picture["num_used_blocks"] == 0
 
 
-class WatchedLoop:
-    """An engine's loop that keeps the pictures it was asked for, and answers at once when it `may`."""
+def view_of(call: Callable[[object], Future]) -> tuple[SimpleNamespace, LiveView]:
+    """An engine's loop whose engine is asked by `call`, and its view."""
+    loop = SimpleNamespace(paused=False, closed=False, call=call)
+    llm = SimpleNamespace(engine_loop=loop, engine_name="stage_e_batching")
+    return loop, LiveView(SimpleNamespace(model="tutor", llm=llm))
 
-    def __init__(self) -> None:
-        self.paused = self.closed = False
-        self.asked: list[Future[dict]] = []
-        self.may = True
 
-    def call(self, function) -> Future[dict]:
-        future: Future[dict] = Future()
-        if function is step_log.describe:
-            self.asked.append(future)
-            if self.may:
-                future.set_result({"num_blocks": 96})
+def test_a_picture_is_sent_when_something_changes_and_none_is_made_while_no_page_is_open():
+    asked, sent = [], []
+
+    def answer(function) -> Future:
+        asked.append(function)
+        future = Future()
+        future.set_result({"num_blocks": 96})
         return future
-
-
-def watched(play) -> Callable[[], None]:
-    """A test of a loop and its view."""
-
-    async def run() -> None:
-        loop = WatchedLoop()
-        engine = SimpleNamespace(engine_loop=loop, engine_name="stage_e_batching")
-        async with asyncio.timeout(30):
-            await play(loop, LiveView(SimpleNamespace(model="tutor", llm=engine)))
-
-    return lambda: asyncio.run(run())
-
-
-@watched
-async def test_a_picture_is_sent_when_something_changes_and_none_is_made_while_no_page_is_open(loop, view):
-    assert not loop.asked
-    sent, leave = [], asyncio.Event()
 
     async def send(message: dict) -> None:
         if body := message.get("body"):
             sent.append(json.loads(body.removeprefix(b"data: ")))
 
-    page = asyncio.create_task(PictureStream(view)({}, leave.wait, send))
-    await until(lambda: len(loop.asked) == 4)
-    assert [picture["paused"] for picture in sent] == [False]
-    loop.paused = True
-    await until(lambda: len(sent) == 2)
-    assert sent[1]["paused"]
-    leave.set()
-    await page
-    num_asked = len(loop.asked)
-    await asyncio.sleep(4 * PICTURE_SECONDS)
-    assert len(loop.asked) == num_asked
+    async def play() -> None:
+        (loop, view), leave = view_of(answer), asyncio.Event()
+        assert step_log.describe not in asked
+        page = asyncio.create_task(PictureStream(view)({}, leave.wait, send))
+        await until(lambda: asked.count(step_log.describe) == 4)
+        assert [picture["paused"] for picture in sent] == [False]
+        loop.paused = True
+        await until(lambda: len(sent) == 2)
+        assert sent[1]["paused"]
+        leave.set()
+        await page
+        num_asked = len(asked)
+        await asyncio.sleep(4 * PICTURE_SECONDS)
+        assert len(asked) == num_asked
+
+    asyncio.run(play())
 
 
-@watched
-async def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leaves_it_to_the_others(loop, view):
-    loop.may = False
-    goes, *stay = [asyncio.create_task(view.picture()) for _ in range(8)]
-    await until(lambda: loop.asked)  # all wait for the same one
-    goes.cancel()
-    [described] = loop.asked
-    described.set_result({"num_blocks": 96})
-    assert {json.loads(await picture)["num_blocks"] for picture in stay} == {96}
-    assert len(loop.asked) == 1
+def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leaves_it_to_the_others():
+    asked: list[Future] = []
+
+    def keep_waiting(_) -> Future:
+        asked.append(Future())
+        return asked[-1]
+
+    async def play() -> None:
+        _, view = view_of(keep_waiting)
+        goes, *stay = [asyncio.create_task(view.picture()) for _ in range(8)]
+        await until(lambda: len(asked) == 2)  # for the watch that a view begins with, and for a picture
+        goes.cancel()
+        asked[1].set_result({"num_blocks": 96})
+        assert {json.loads(await picture)["num_blocks"] for picture in stay} == {96}
+        assert len(asked) == 2
+
+    asyncio.run(play())
 
 
 def test_of_a_large_pool_every_nth_block_is_drawn():

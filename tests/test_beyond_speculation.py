@@ -304,7 +304,9 @@ def plain() -> stage_e_batching.LLM:
     return stage_e_batching.LLM(MODEL, device="cpu", num_kvcache_blocks=256)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[pytest.mark.slow] * (v not in ("tiny pool", "whole prompts"))) for v in VARIANTS]
+)
 def test_every_variant_gives_stage_es_tokens(plain, variant):
     llm = LLM(MODEL, device="cpu", **VARIANTS[variant])
     if variant == "tiny pool":
@@ -329,6 +331,7 @@ def test_every_variant_gives_stage_es_tokens(plain, variant):
         assert llm.engine.counters.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_every_way_to_end_in_the_middle_of_right_guesses_gives_the_tutors_text():
     prompts = ["什么是 KV cache？", "What is a KV cache?", "Who are you?", "What is prefill?"] * 2
     asked = [
@@ -547,7 +550,13 @@ def tiny_preset(monkeypatch) -> Callable[..., str]:
 
 @pytest.mark.parametrize(
     "variant",
-    ["plain", *(pytest.param(v, marks=pytest.mark.slow) for v in ("small chunks", "tiny pool", "whole prompts", "one at a time"))],
+    [
+        "plain",
+        *(
+            pytest.param(v, marks=pytest.mark.slow)
+            for v in ("small chunks", "tiny pool", "whole prompts", "one at a time")
+        ),
+    ],
 )
 def test_a_small_model_that_is_the_large_one_is_always_right(plain, loaded, variant):
     llm, sizes = with_draft_model(MODEL, **VARIANTS[variant]), []
@@ -595,6 +604,7 @@ def test_a_small_model_of_fewer_positions_is_refused(tiny_preset):
         with_draft_model(tiny_preset(max_position_embeddings=100), max_model_len=512)
 
 
+@pytest.mark.slow
 def test_the_tutors_draft_model_knows_most_of_its_answers():
     llm = LLM("tutor", device="cpu", speculation="model")
     stage_e = stage_e_batching.LLM("tutor", device="cpu")

@@ -77,6 +77,7 @@ def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path
     assert report.points == 0 and report.whole == "", report
 
 
+@pytest.mark.slow
 def test_what_an_answer_changed_is_named_and_put_back_for_the_next_test(tmp_path):
     exercise = exercise_of("A.4")
     text = exercise.reference.read_text(encoding="utf-8")
@@ -147,6 +148,7 @@ raise RuntimeError(repr(said))
 """
 
 
+@pytest.mark.slow
 @behind_each_wall
 def test_an_answer_behind_a_wall_reaches_no_file_and_no_process_and_leaves_none(walls, tmp_path):
     work = tmp_path / "work"

@@ -280,6 +280,7 @@ def mark_of(key: str, work: Path) -> Mark:
     return mark
 
 
+@pytest.mark.slow
 def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp_path):
     crash = (
         "from numpy.lib.stride_tricks import as_strided\nimport numpy\n"
@@ -334,6 +335,7 @@ def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(t
     assert report.notes == [f"stage_a_naive/chat.py:{at + 1}: given code was changed; the judge uses the reference's"]
 
 
+@pytest.mark.slow
 def test_what_would_take_over_the_judge_is_never_run_and_named(tmp_path, monkeypatch):
     work = submission(tmp_path, "a", chatml="return ''")
     monkeypatch.setenv("PYTHONPATH", str(work))
@@ -387,6 +389,7 @@ def test_the_reference_does_nothing_that_an_answer_may_not(exercise, tmp_path):
     assert read_answer(exercise, tmp_path).exercise is exercise
 
 
+@pytest.mark.slow
 def test_grading_one_exercise_leaves_the_marks_of_all_and_counts_as_progress(tmp_path, capsys):
     work = submission(tmp_path, "a", overlap="return 0")
     (work / "grade-a.json").write_text("all marks")
@@ -399,6 +402,7 @@ def test_grading_one_exercise_leaves_the_marks_of_all_and_counts_as_progress(tmp
     assert "10/100" in table and "next: A.0" in table
 
 
+@pytest.mark.slow
 def test_show_prints_what_the_answer_prints_and_gives_no_mark(tmp_path, capfd):
     work = submission(tmp_path, "a", overlap="import os\nprint('here', text)\nreturn 0")
     assert grade.main(["a", "--work", str(work), "--only", "A.5", "--show"]) == 1
@@ -494,6 +498,7 @@ def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
     assert points[0] == 0 < points[1] < 10
 
 
+@pytest.mark.slow
 def test_hidden_tests_must_pass_too(done, tmp_path):
     hidden = "class TestOverlap:\n    def test_hidden(self):\n        assert 0, 'hidden'\n"
     (tmp_path / "test_lab_a.py").write_text(hidden)
@@ -712,6 +717,7 @@ subprocess.run(["c++", "-shared", "-x", "c++", os.devnull, "-o", sys.argv[sys.ar
 """
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_judges_that_compile_the_same_answer_at_once_write_no_file_of_one_another(tmp_path, monkeypatch):
     compiler, said = tmp_path / "compiler", tmp_path / "said"

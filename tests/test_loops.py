@@ -121,10 +121,13 @@ MODEL = {
     *(f"stage_d_paged.{name}" for name in ("model", "layers", "config", "weights")),
 }
 OWN_IMPORT = re.compile(r"^from ((?:stage_|beyond|benchmarks|labs)[\w.]*) import (.+)$", re.MULTILINE)
-each_loop = pytest.mark.parametrize(
-    "loop",
-    [pytest.param(loop, id=loop.path, marks=[pytest.mark.compiler] if loop.compiles else []) for loop in LOOPS],
-)
+
+
+def row(loop: Loop, *marks: pytest.MarkDecorator) -> object:
+    return pytest.param(loop, id=loop.path, marks=[*marks, *[pytest.mark.compiler] * loop.compiles])
+
+
+each_loop = pytest.mark.parametrize("loop", map(row, LOOPS))
 
 
 def load_hf_model() -> AutoModelForCausalLM:
@@ -203,7 +206,9 @@ def test_a_program_runs_and_its_idea_changes_the_number(loop: Loop, last_line: C
         assert line in (ROOT / loop.path).with_name("README.md").read_text(encoding="utf-8")
 
 
-@each_loop
+@pytest.mark.parametrize(  # those that choose tokens run in the next test
+    "loop", [row(loop, *[pytest.mark.slow] * bool(loop.answers)) for loop in LOOPS]
+)
 def test_without_the_idea_the_number_is_what_it_was_before(loop: Loop, last_line: Callable[..., str]) -> None:
     found = result(last_line(loop, is_without_idea=True))
     assert found["after"] == found["before"]

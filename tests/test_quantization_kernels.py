@@ -157,8 +157,10 @@ def test_products_of_many_tokens_are_made_with_the_dequantised_matrix(monkeypatc
     [
         ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, False),
         ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, True),
-        ("qwen3-tiny", {"kv_cache_dtype": "int8"}, False),
-        ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}, False),
+        pytest.param("qwen3-tiny", {"kv_cache_dtype": "int8"}, False, marks=pytest.mark.slow),
+        pytest.param(
+            "llama-tiny", {"quantization": "int8", "quantization_group_size": 128}, False, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_whole_models_give_the_references_tokens(preset, options, is_share, draw_norm_weights):

@@ -155,7 +155,8 @@ def test_triton_kernels_are_right_in_the_interpreter(run_interpreted_tests):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 16, 24), (7, 1, 24, 64), (3, 3, 20, 32)]
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(7, 1, 24, 64), *(pytest.param(*row, marks=pytest.mark.slow) for row in [(4, 2, 16, 24), (3, 3, 20, 32)])],
 )
 def test_triton_kernels_equal_the_definition(batch, heads, kv_heads, head_dim, block_size):
     backend = pick_backend("triton", CPU, F32, head_dim)
