@@ -87,7 +87,13 @@ def record(llm: NaiveLLM) -> None:
 
 
 ALONE = ("one process", "exact")  # most rows
-SLOW = {"f, no overlap", "guesses, recorded", "guesses, no overlap", "guesses of a model"}  # they join parts of others
+SLOW = {
+    "f, recorded",
+    "f, no overlap",
+    "guesses, recorded",
+    "guesses, no overlap",
+    "guesses of a model",
+}  # they join parts of others
 ENGINES = [
     row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
     row("b", "stage_b_decode_step", CALLS_IN_TURN, *ALONE, sync_every=3),
