@@ -156,7 +156,7 @@ def test_products_of_many_tokens_are_made_with_the_dequantised_matrix(monkeypatc
     ("preset", "options", "is_share"),
     [
         ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, False),
-        ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, True),
+        pytest.param("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, True, marks=pytest.mark.slow),
         pytest.param("qwen3-tiny", {"kv_cache_dtype": "int8"}, False, marks=pytest.mark.slow),
         pytest.param(
             "llama-tiny", {"quantization": "int8", "quantization_group_size": 128}, False, marks=pytest.mark.slow
