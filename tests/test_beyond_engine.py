@@ -34,8 +34,10 @@ ALL = FORMATS | OTHERS
 PAIRS = [pair for pair in combinations(ALL, 2) if not any(ALL[pair[0]].keys() & ALL[pair[1]].keys())]
 MORE = [("int8", "int8 cache", name, where) for name in ("n-grams", "a model") for where in ("ranks", "stages")]
 TIERED = [
-    pytest.param(pair, marks=[pytest.mark.slow] * bool({"ranks", "stages"} & {*pair}), id=" × ".join(pair))
-    for pair in PAIRS  # in several processes: all at once in MORE
+    pytest.param(
+        pair, marks=[pytest.mark.slow] * bool({"ranks", "stages", "n-grams, no overlap"} & {*pair}), id=" × ".join(pair)
+    )
+    for pair in PAIRS  # several processes and no overlap: MORE has formats, guesses and processes at once
 ]
 ANSWERS: dict[tuple[str, ...], list[list[int]]] = {}
 

@@ -29,6 +29,7 @@ STEPS = [9, 3, 1]  # tokens of one sequence: more than a few, then few
 NUM_STAGES, NUM_LAYERS = 3, 4  # of 1, 1 and 2 layers
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the inner run")
 def test_fused_stages_are_right_in_the_interpreter(run_interpreted_tests):
     run_interpreted_tests(__file__)
@@ -36,7 +37,7 @@ def test_fused_stages_are_right_in_the_interpreter(run_interpreted_tests):
 
 @interpreted
 @pytest.mark.parametrize("stage", range(NUM_STAGES), ids=["first", "middle", "last"])
-@pytest.mark.parametrize("preset", [pytest.param("qwen2-tiny", marks=pytest.mark.slow), "qwen3-tiny"])
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny"])
 @torch.inference_mode()
 def test_an_interpreted_stage_hands_on_what_the_stage_of_separate_kernels_does(preset, stage, draw_norm_weights):
     plain, fused = (make_stage(preset, stage, draw_norm_weights, is_fused) for is_fused in (False, True))

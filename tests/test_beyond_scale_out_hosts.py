@@ -62,9 +62,8 @@ def rest_of(lines: queue.SimpleQueue[str | None], deadline: float) -> str:
     return "".join(found)
 
 
-@pytest.mark.parametrize(
-    "option", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["pipeline_parallel_size", "tensor_parallel_size"])
 def test_two_hosts_give_one_ranks_tokens_and_one_that_disappears_is_an_error_on_the_other(option, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -19,8 +20,6 @@ from typing import TextIO
 import pytest
 from serving import LONG, QUESTION, ask, assert_idle, get, messages, running, streamed, until, wait_until
 
-import stage_e_batching
-import stage_f_graph_tp
 from beyond.serving import AsyncLLM, event_stream
 from beyond.serving.async_llm import QueueFull, Stream
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop
@@ -32,9 +31,9 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 512}
 
 
-@pytest.fixture(scope="module", params=[stage_e_batching, stage_f_graph_tp], ids=lambda stage: stage.__name__)
+@pytest.fixture(scope="module", params=["stage_e_batching", pytest.param("stage_f_graph_tp", marks=pytest.mark.slow)])
 def llm(request):
-    with closing(request.param.LLM("tutor", device="cpu", **OPTIONS)) as llm:
+    with closing(importlib.import_module(request.param).LLM("tutor", device="cpu", **OPTIONS)) as llm:
         yield llm
 
 

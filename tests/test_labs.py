@@ -250,6 +250,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
+@pytest.mark.slow
 def test_grading_the_reference_gives_100_points_and_runs_the_whole_stage(done, capsys):
     assert grade.main(["a", "--work", str(done)]) == 0
     table = capsys.readouterr().out

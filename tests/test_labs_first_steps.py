@@ -164,6 +164,7 @@ for exercise in lab.exercises:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("letter", load_labs())
 def test_an_answer_from_a_cell_reaches_the_copy(letter, clone):
     run(clone, sys.executable, "-c", ANSWER, letter)

@@ -87,13 +87,9 @@ def record(llm: NaiveLLM) -> None:
 
 
 ALONE = ("one process", "exact")  # most rows
-SLOW = {
-    "f, recorded",
-    "f, no overlap",
-    "guesses, recorded",
-    "guesses, no overlap",
-    "guesses of a model",
-}  # they join parts of others
+# What these add to the other rows has tests of its own.
+VARIANTS = {"f, recorded", "f, no overlap", "guesses, recorded", "guesses, no overlap", "guesses of a model"}
+SLOW = {"c", "8 bits"} | VARIANTS
 ENGINES = [
     row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
     row("b", "stage_b_decode_step", CALLS_IN_TURN, *ALONE, sync_every=3),
