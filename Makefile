@@ -118,7 +118,7 @@ ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 
 TIER_test := -m "not slow"
 TIER_test-fast := -m fast
-test: ## run the tests but the slow ones, on two cores where pytest-xdist is installed (ARGS= goes to pytest)
+test: ## run the tests but the slow ones: under ten minutes on two cores, with pytest-xdist (ARGS= goes to pytest)
 test-fast: ## the tests of scheduler, blocks, sampler and queues: a minute
 test-all: ## all tests, the slow ones too
 test test-fast test-all: $(call WITH,dev)

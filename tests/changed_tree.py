@@ -1,13 +1,8 @@
-"""Copies of the tree with one change in them, and whether tests notice: for `faults/run.py` and `mutants/run.py`.
-
-The tests of each change run in a process of their own. It is forked from one that has imported PyTorch and pytest, and
-nothing of this project: a change costs its tests, and not five seconds of imports as well.
-"""
+"""Copies of the tree with one change in them, and whether tests notice: for `faults/run.py` and `mutants/run.py`."""
 
 from __future__ import annotations
 
 import ast
-import multiprocessing
 import os
 import re
 import resource
@@ -16,24 +11,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = 8 * 2**30  # bytes of address space of a test run: a change may make a loop endless
-PRELOADED = [  # what imports for longest in most runs, and the program itself, which a process would import again
-    "__main__",
-    "torch",
-    "transformers.tokenization_utils_base",
-    "transformers.video_utils",
-    "matplotlib.figure",
-    "pytest",
-    "hypothesis.stateful",
-]
-# Before these are imported. A copy's bytecode is never written: two changes of a second might have the same.
+# A copy's bytecode is never written: two changes of a second might have the same.
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -47,59 +33,47 @@ class Change:
     tests: tuple[str, ...]
 
 
-def outcomes(changes: Iterable[Change], jobs: int, seconds: int, baseline: bool = True) -> Iterator[str]:
+def outcomes(changes: list[Change], jobs: int, seconds: int) -> Iterator[str]:
     """Run each change's tests: yields "failed", "passed" or "timeout", in the order of the changes.
 
+    All tests run on an unchanged copy first: one that always fails notices nothing.
+
     Args:
-        changes: iterated over once.
         jobs: test runs at the same time, each on its own copy of the tree.
         seconds: of processor time that a run may take. Where it waits for something else, it has five times as long.
-        baseline: whether to run all tests on an unchanged copy first: one that always fails notices nothing.
 
     Raises:
         RuntimeError: the tests do not pass without a change, or pytest could not run them.
     """
-    changes = list(changes)
-    os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory(prefix="changed-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         for i in range(jobs):
             trees.put(copy_tree(Path(folder) / str(i)))
 
-        def run(change: Change | None, tests: tuple[str, ...]) -> str:
+        def run(change: Change) -> str:
             tree = trees.get()
+            path = tree / change.file
+            text = path.read_text(encoding="utf-8")
             try:
-                if change is None:
-                    return run_tests(tree, tests, seconds)
-                path = tree / change.file
-                text = path.read_text(encoding="utf-8")
-                try:
-                    path.write_text(change.text, encoding="utf-8")
-                    return run_tests(tree, tests, seconds)
-                finally:
-                    path.write_text(text, encoding="utf-8")
+                path.write_text(change.text, encoding="utf-8")
+                return run_tests(tree, change.tests, seconds)
             finally:
+                path.write_text(text, encoding="utf-8")
                 trees.put(tree)
 
-        if baseline:
-            groups = sorted({change.tests for change in changes})
-            for tests, outcome in zip(groups, pool.map(lambda tests: run(None, tests), groups), strict=True):
-                if outcome != "passed":
-                    raise RuntimeError(f"without any change: {' '.join(tests)} {outcome}")
-            print(f"the tests pass without a change ({len(groups)} runs)", flush=True)
-        yield from pool.map(lambda change: run(change, change.tests), changes)
+        texts = {change.file: (ROOT / change.file).read_text(encoding="utf-8") for change in changes}
+        unchanged = {change.tests: replace(change, text=texts[change.file]) for change in changes}
+        for tests, outcome in zip(unchanged, pool.map(run, unchanged.values()), strict=True):
+            if outcome != "passed":
+                raise RuntimeError(f"without any change: {' '.join(tests)} {outcome}")
+        print(f"the tests pass without a change ({len(unchanged)} runs)", flush=True)
+        yield from pool.map(run, changes)
 
 
 def copy_tree(target: Path) -> Path:
     """Copy what git knows of or would add; what was built is linked."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(command, cwd=ROOT, text=True).split("\0"):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
@@ -110,42 +84,26 @@ def copy_tree(target: Path) -> Path:
 
 def run_tests(tree: Path, tests: tuple[str, ...], seconds: int) -> str:
     """Run pytest in `tree`: "passed", "failed", or "timeout"."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(PRELOADED)
-    process = forks.Process(target=_run_pytest, args=(tree, tests, seconds))
-    process.start()
-    process.join(5 * seconds)
-    if process.exitcode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no_shrinking", *tests]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "tests")])}
+    own = {"cwd": tree, "env": environment, "preexec_fn": limit, "start_new_session": True}
+    log = tree.with_name(f"{tree.name}.log")
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, **own) as process:
+        try:
+            code = process.wait(5 * seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with all that the tests have started
+            return "timeout"
+    if code == -signal.SIGXCPU:
         return "timeout"
-    if process.exitcode == -signal.SIGXCPU:
-        return "timeout"
-    if process.exitcode > 2:  # neither a test that failed nor one that could not be collected
-        raise RuntimeError(f"pytest {' '.join(tests)} ended with {process.exitcode}:\n{_log(tree).read_text()[-2000:]}")
-    return "failed" if process.exitcode else "passed"
-
-
-def _log(tree: Path) -> Path:
-    return tree.with_name(f"{tree.name}.log")
-
-
-def _run_pytest(tree: Path, tests: tuple[str, ...], seconds: int) -> None:
-    """In the forked process: run the tests, and exit with pytest's status."""
-    import pytest
-
-    os.setsid()  # with all that the tests start, so that it can be ended together
-    os.chdir(tree)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    with _log(tree).open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    own = Path(__file__).parent
-    sys.path[:] = [str(tree), str(tree / "tests"), *(p for p in sys.path if Path(p) not in (ROOT, own))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no_shrinking"]
-    sys.exit(int(pytest.main([*options, *tests])))
+    if code not in (0, 1, 2):  # neither a test that failed nor one that could not be collected
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with {code}:\n{log.read_text()[-2000:]}")
+    return "failed" if code else "passed"
 
 
 # ---- where a function is -------------------------------------------------------------------------------------------

@@ -116,17 +116,31 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 
 
 @pytest.fixture
-def run_interpreted_tests() -> Callable[[str], None]:
+def run_interpreted_tests(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Run the tests of a file that are marked `interpreted`, or named so, in Triton's interpreter; they must pass.
 
-    In a process of its own: Triton reads TRITON_INTERPRET when it is first imported.
+    In a process of its own: Triton reads TRITON_INTERPRET when it is first imported. The slow ones run where this run
+    has slow tests.
     """
+    tier = request.config.option.markexpr
 
     def run(file: str) -> None:
         pytest.importorskip("triton")
         if os.environ.get("TRITON_INTERPRET") == "1":
             pytest.skip("they run in this process")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", file]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "interpreted",
+            "-m",
+            tier,
+            file,
+        ]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         inner = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert inner.returncode == 0 and " passed" in inner.stdout, inner.stdout + inner.stderr

@@ -29,8 +29,9 @@ def case(values: object, device: torch.device = CPU, dtype: torch.dtype = F32, m
 
 
 def interpreted(*cases: object) -> list:
-    """Run each case in Triton's interpreter, which has float32 alone."""
-    return [case(values, marks=[pytest.mark.interpreted]) for values in cases]
+    """Run cases in Triton's interpreter, which has float32 alone: all of them takes long, so most are slow tests."""
+    marks = [pytest.mark.interpreted, pytest.mark.slow]
+    return [case(values, marks=marks[: 1 if number % 5 == 0 else 2]) for number, values in enumerate(cases)]
 
 
 def on_a_gpu(*cases: object, dtypes: Sequence[torch.dtype] = FLOATS) -> list:

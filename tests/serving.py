@@ -16,9 +16,8 @@ httpx = pytest.importorskip("httpx")
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="the server of beyond/serving: pip install -e .[serve]")
 
-from beyond.serving.protocol import Limits  # noqa: E402
 from beyond.serving.remote_engine import EngineDied, RemoteLLM  # noqa: E402
-from beyond.serving.server import Server, serve  # noqa: E402
+from beyond.serving.server import serve  # noqa: E402
 from stage_e_batching.llm import LLM  # noqa: E402
 
 QUESTION = "What is a KV cache?"
@@ -45,33 +44,42 @@ def running(llm: LLM | RemoteLLM, **options: object) -> Iterator[SimpleNamespace
     It has `url`, `port`, `server`, `llm` (the `AsyncLLM`), `loop` (the event loop), `thread`, and `errors`, where
     the death of an engine in another process comes.
     """
-    ready: list[tuple[Server, int, asyncio.AbstractEventLoop]] = []
-    errors: list[EngineDied] = []
-    options = {"host": "127.0.0.1", "port": 0, "model": "tutor", "limits": Limits()} | options
+    told = SimpleNamespace(errors=[])
+    options = {"host": "127.0.0.1", "port": 0, "model": "tutor"} | options
 
     def run() -> None:
-        def tell(*said: object) -> None:
-            ready.append((*said, asyncio.get_running_loop()))
+        def tell(server: object, port: int) -> None:
+            told.loop, told.port, told.server = asyncio.get_running_loop(), port, server
 
         try:
             asyncio.run(serve(llm, on_ready=tell, **options))
         except EngineDied as error:
-            errors.append(error)
+            told.errors.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    wait_until(lambda: ready or not thread.is_alive())
-    server, port, loop = ready[0]
-    wait_until(lambda: server.started)
-    [health] = [route.endpoint for route in server.config.app.routes if route.path == "/health"]
-    async_llm, url = health.__self__.llm, f"http://127.0.0.1:{port}"
+    told.thread = threading.Thread(target=run)
+    told.thread.start()
+    wait_until(lambda: hasattr(told, "server") and told.server.started)
+    [health] = [route.endpoint for route in told.server.config.app.routes if route.path == "/health"]
+    told.llm, told.url = health.__self__.llm, f"http://127.0.0.1:{told.port}"
     try:
-        yield SimpleNamespace(url=url, port=port, server=server, llm=async_llm, loop=loop, thread=thread, errors=errors)
+        yield told
     finally:
-        if thread.is_alive():
-            server.handle_exit(15, None)
-        thread.join(60)
-        assert not thread.is_alive()
+        if told.thread.is_alive():
+            told.server.handle_exit(15, None)
+        told.thread.join(60)
+        assert not told.thread.is_alive()
+
+
+def ask(server: SimpleNamespace, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION} | body, timeout=60)
+
+
+def streamed(server: SimpleNamespace, **body: object):
+    return httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | body, timeout=60)
+
+
+def get(server: SimpleNamespace, path: str) -> httpx.Response:
+    return httpx.get(f"{server.url}{path}", timeout=60)
 
 
 def wait_until(happens: Callable[[], object], seconds: float = 30) -> None:
@@ -80,6 +88,12 @@ def wait_until(happens: Callable[[], object], seconds: float = 30) -> None:
     while not happens():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.002)
+
+
+async def until(happens: Callable[[], object]) -> None:
+    """Wait for something that another coroutine or thread does."""
+    while not happens():
+        await asyncio.sleep(0.001)
 
 
 def assert_idle(llm: LLM) -> None:

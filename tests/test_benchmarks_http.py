@@ -95,6 +95,7 @@ def test_a_load_has_a_time_for_every_request(server):
         ttft_rate.load(server.url, 3, 5000, 64, math.inf, seed=0)
 
 
+@pytest.mark.slow
 def test_the_static_engine_can_be_served_and_a_server_that_cannot_start_is_told(capfd):
     assert issubclass(batching.StaticStageE, stage_e_batching.LLM)
     with local_server(*ttft_rate.ENGINES["static"], "--device", "cpu", "--num-kvcache-blocks", "64") as local:

@@ -36,6 +36,12 @@ OTHERS = {
 ALL = FORMATS | OTHERS
 PAIRS = [pair for pair in combinations(ALL, 2) if not any(ALL[pair[0]].keys() & ALL[pair[1]].keys())]
 MORE = [("int8", "int8 cache", name, where) for name in ("n-grams", "a model") for where in ("ranks", "stages")]
+TIERED = [
+    pytest.param(
+        pair, marks=[pytest.mark.slow] * bool({"ranks", "stages", "n-grams, no overlap"} & {*pair}), id=" × ".join(pair)
+    )
+    for pair in PAIRS  # several processes and no overlap: MORE has formats, guesses and processes at once
+]
 ANSWERS: dict[tuple[str, ...], list[list[int]]] = {}
 
 
@@ -60,13 +66,7 @@ def is_refused(names: tuple[str, ...]) -> bool:
     return False
 
 
-def combination(names: tuple[str, ...]):
-    """A row of the table; on several processes `make test` runs one format alone, which is quick."""
-    slow = names[1] in ("ranks", "stages") and names[0] in ("groups and head", "fp8", "fp8 cache", "ranks")
-    return pytest.param(names, marks=[pytest.mark.slow] if slow else [], id=" × ".join(names))
-
-
-@pytest.mark.parametrize("names", [combination(names) for names in [*PAIRS, *MORE]])
+@pytest.mark.parametrize("names", [*TIERED, *MORE], ids=" × ".join)
 def test_every_combination_gives_the_tokens_of_its_formats_alone_or_is_refused(names: tuple[str, ...]) -> None:
     if is_refused(names):
         return

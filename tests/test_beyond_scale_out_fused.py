@@ -25,6 +25,7 @@ STEPS = [9, 3, 1]  # tokens of one sequence: more than a few, then few
 NUM_STAGES, NUM_LAYERS = 3, 4  # of 1, 1 and 2 layers
 
 
+@pytest.mark.slow
 def test_fused_stages_are_right_in_the_interpreter(run_interpreted_tests):
     run_interpreted_tests(__file__)
 

@@ -105,6 +105,7 @@ def lines_to_raise_at(llm: LLM) -> list[int]:
     return sorted(chance.sample(ranks, SAMPLE) + chance.sample(others, SAMPLE // 4))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_at_any_line_of_a_step_gives_right_tokens_or_an_error_and_a_new_engine_answers(make, expected):
     handler = signal.getsignal(signal.SIGINT)

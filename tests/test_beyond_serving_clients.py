@@ -1,17 +1,15 @@
-"""Clients that know nothing of this project: the `openai` package, LangChain, curl, and a shell that sends a signal."""
+"""Clients that know nothing of this project: the `openai` package, LangChain, and a shell that sends a signal."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from serving import CHAT, QUESTION, engine, httpx, messages, running
+from serving import CHAT, QUESTION, engine, httpx, running
 
 from beyond.serving.__main__ import main, parse
 from stage_a_naive.sampling import SamplingParams
@@ -89,17 +87,6 @@ def test_langchain_asks_and_streams(server, answer, monkeypatch):
     assert langchain.OpenAI(**options).invoke(prompt)  # the class for completions
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-def test_curl_streams(server, answer):
-    body = json.dumps(ASK | {"stream": True})
-    command = ["curl", "-sN", f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
-    denied = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert json.loads(denied)["error"]["code"] == "invalid_api_key"
-    command += ["-H", f"Authorization: Bearer {KEY}"]
-    told = messages(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert "".join(message["choices"][0]["delta"]["content"] for message in told) == answer
-
-
 def test_the_command_serves_until_a_signal_and_finishes_what_runs():
     command = [sys.executable, "-m", "beyond.serving", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "256"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -144,25 +131,6 @@ def test_a_server_that_cannot_begin_says_why_in_one_line(options, said, capsys):
     assert main(["--port", "0", "--device", "cpu", *options]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith("error: ") and said in told
-
-
-def test_a_generation_config_with_an_invalid_value_is_told_in_one_line(tmp_path, capsys):
-    model = shutil.copytree(ROOT / "models" / "tutor", tmp_path / "model")
-    (model / "generation_config.json").write_text('{"top_p": 2}')
-    assert main(["--port", "0", "--device", "cpu", "--num-kvcache-blocks", "16", "--model", str(model)]) == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told.startswith(f"error: {model}/generation_config.json: top_p must be above 0 and at most 1, got 2; ")
-
-
-DEFAULTS = {"deadline": "30", "model": "tutor", "device": "auto", "seed": "0", "generation-config": "auto"}
-
-
-def test_the_servers_help_shows_defaults(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    _, shown = " ".join(capsys.readouterr().out.split()).split("server:")
-    for option, default in DEFAULTS.items():
-        assert f"(default: {default})" in shown.split(f" --{option} ")[1].split(" --")[0]
 
 
 def test_an_engine_of_a_plain_module_has_its_own_options(tmp_path, monkeypatch):

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from serving import engine, httpx, running, wait_until
+from serving import ask, engine, get, httpx, running, wait_until
 
 if not (shutil.which("prometheus") and shutil.which("promtool")):
     pytest.skip("Prometheus is not installed: apt-get install prometheus", allow_module_level=True)
+pytestmark = pytest.mark.slow
 
 DASHBOARD = json.loads((Path(__file__).parents[1] / "beyond/serving/grafana.json").read_text(encoding="utf-8"))
-ASK = {"prompt": [7] * 40, "max_tokens": 60, "ignore_eos": True, "n": 3}  # more at a time than the pool can hold
 CONFIG = """
 global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
 scrape_configs: [{{job_name: engine, static_configs: [{{targets: ["127.0.0.1:{port}"]}}]}}]
@@ -46,7 +46,7 @@ def prometheus(server, tmp_path_factory):
 
     def keep_asking() -> None:
         while not enough.is_set():
-            assert httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=60).status_code == 200
+            assert ask(server, prompt=[7] * 40, max_tokens=60, ignore_eos=True, n=3).status_code == 200  # over the pool
 
     with ThreadPoolExecutor(1) as pool, subprocess.Popen(command) as process:
         load = pool.submit(keep_asking)
@@ -59,7 +59,7 @@ def prometheus(server, tmp_path_factory):
         load.result(60)
 
 
-def ask(prometheus, path: str, **parameters: str) -> list:
+def found(prometheus, path: str, **parameters: str) -> list:
     """What Prometheus finds; nothing while it starts."""
     try:
         response = prometheus.get(path, params=parameters)
@@ -78,20 +78,14 @@ def test_every_panel_has_data_while_the_server_answers(prometheus, expression):
     assert "$" not in filled_in
 
     def has_data() -> bool:
-        found = ask(prometheus, "query", query=filled_in)
-        return bool(found) and all(math.isfinite(float(series["value"][1])) for series in found)
+        series = found(prometheus, "query", query=filled_in)
+        return bool(series) and all(math.isfinite(float(each["value"][1])) for each in series)
 
     wait_until(has_data, seconds=60)
 
 
-def test_the_choice_of_models_offers_the_one_that_is_served(prometheus):
-    [_, variable] = DASHBOARD["templating"]["list"]
-    metric, label = variable["query"].removeprefix("label_values(").removesuffix(")").split(", ")
-    wait_until(lambda: ask(prometheus, f"label/{label}/values", **{"match[]": metric}) == ["tutor"], seconds=60)
-
-
 def test_promtool_finds_nothing_wrong_but_vllms_colons(server):
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = get(server, "/metrics").text
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
     complaints = (checked.stdout + checked.stderr).splitlines()
     assert [line for line in complaints if "should not contain ':'" not in line] == []

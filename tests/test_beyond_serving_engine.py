@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -17,10 +18,8 @@ from queue import SimpleQueue
 from typing import TextIO
 
 import pytest
-from serving import LONG, QUESTION, assert_idle, httpx, messages, running, wait_until
+from serving import LONG, QUESTION, ask, assert_idle, get, messages, running, streamed, until, wait_until
 
-import stage_e_batching
-import stage_f_graph_tp
 from beyond.serving import AsyncLLM, event_stream
 from beyond.serving.async_llm import QueueFull, Stream
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop
@@ -29,12 +28,12 @@ from stage_e_batching.calls.mailbox import Event
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
-OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 512}
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 512}
 
 
-@pytest.fixture(scope="module", params=[stage_e_batching, stage_f_graph_tp], ids=lambda stage: stage.__name__)
+@pytest.fixture(scope="module", params=["stage_e_batching", pytest.param("stage_f_graph_tp", marks=pytest.mark.slow)])
 def llm(request):
-    with closing(request.param.LLM("tutor", **OPTIONS)) as llm:
+    with closing(importlib.import_module(request.param).LLM("tutor", device="cpu", **OPTIONS)) as llm:
         yield llm
 
 
@@ -48,18 +47,6 @@ def server(llm):
 def nothing_stays_behind(llm):
     yield
     assert_idle(llm)
-
-
-def ask(server, **body: object) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION} | body, timeout=60)
-
-
-def streamed(server, **body: object):
-    return httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | body, timeout=60)
-
-
-def health(server) -> int:
-    return httpx.get(f"{server.url}/health", timeout=60).status_code
 
 
 def connect(server) -> socket.socket:
@@ -119,7 +106,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_two_steps(server, llm, str
     assert llm.engine.counters.num_steps <= steps + 3 + 2 and server.llm.num_unfinished == 0
 
 
-def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use(server, llm):
+def test_three_hundred_connections_that_are_dropped_at_random_leave_no_block_in_use(server, llm):
     long, short = post_bytes(LONG), post_bytes({"prompt": QUESTION, "max_tokens": 8})
 
     def drop(i: int) -> bool:
@@ -138,9 +125,9 @@ def test_a_thousand_connections_that_are_dropped_at_random_leave_no_block_in_use
 
     aborted = server.llm.metrics.num_ended["abort"]
     with ThreadPoolExecutor(8) as pool:
-        left = sum(pool.map(drop, range(1000)))
+        left = sum(pool.map(drop, range(300)))
     wait_until(lambda: server.llm.num_unfinished == 0)
-    assert server.llm.metrics.num_ended["abort"] - aborted >= left > 30
+    assert server.llm.metrics.num_ended["abort"] - aborted >= left > 9
     assert_idle(llm)
     assert ask(server).status_code == 200
 
@@ -219,8 +206,8 @@ def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server,
         assert tokens and last["error"]["type"] == "server_error" and "secret" not in last["error"]["message"]
         assert "secret detail" in capsys.readouterr().err  # the log
         assert not llm.engine.scheduler.has_unfinished()  # already, and not only after the next step
-        assert health(server) == 503  # it has tried a step of its own, which failed too
-        wait_until(lambda: health(server) == 200)  # and this one did not: nobody else need try
+        assert get(server, "/health").status_code == 503  # it has tried a step of its own, which failed too
+        wait_until(lambda: get(server, "/health").status_code == 200)  # and this one did not: nobody else need try
     assert ask(server, max_tokens=2).status_code == 200
 
 
@@ -247,49 +234,40 @@ def test_a_programs_threads_and_the_servers_clients_share_the_engine(server, llm
 # ---- a call and its requests ----------------------------------------------------------------------------------------
 
 
-class WatchedInbox(SimpleQueue):
-    """An inbox that tells when the engine's thread waits for it."""
-
-    is_waited_for = False
-
-    def get(self):
-        self.is_waited_for = self.empty()
-        found = super().get()
-        self.is_waited_for = False
-        return found
+@pytest.fixture
+def news():
+    return SimpleQueue()
 
 
 @pytest.fixture
-def loop(llm):
-    """An engine's loop of its own. Its news come in `loop.news`, and its inbox is `loop.inbox`."""
-    news, inbox = SimpleQueue(), WatchedInbox()
-    loop = EngineLoop(llm.calls, lambda now, what: news.put(what), inbox)
-    loop.news, loop.inbox = news, inbox
+def loop(llm, news):
+    """An engine's loop of its own, which tells its `news`."""
+    loop = EngineLoop(llm.calls, lambda now, what: news.put(what))
     yield loop
     loop.close()
     loop.join(30)
 
 
-def test_a_call_may_be_dropped_when_some_of_it_has_ended_and_twice(llm, loop):
+def test_a_call_may_be_dropped_when_some_of_it_has_ended_and_twice(llm, loop, news):
     call = Call(llm.requests([QUESTION] * 2, [replace(ENDLESS, max_tokens=1), ENDLESS]))
     loop.submit(call)
-    while not any(event.output for _, _, event in loop.news.get(timeout=30)):
+    while not any(event.output for _, _, event in news.get(timeout=30)):
         pass
     loop.drop(call)
     loop.drop(call)
     assert not loop.call(lambda engine: engine.has_unfinished()).result(30)
 
 
-def test_of_a_call_a_request_that_the_engine_refuses_ends_and_the_others_are_answered(llm, loop):
+def test_of_a_call_a_request_that_the_engine_refuses_ends_and_the_others_are_answered(llm, loop, news):
     good, other = llm.requests([QUESTION] * 2, SamplingParams(max_tokens=1))
     loop.submit(Call([replace(other, prompt_token_ids=[7] * 100_000), good]))
-    [(_, refused, event)] = loop.news.get(timeout=30)
+    [(_, refused, event)] = news.get(timeout=30)
     assert len(refused.prompt_token_ids) == 100_000 and "100000" in str(event.error)
-    [(_, answered, event)] = loop.news.get(timeout=30)
+    [(_, answered, event)] = news.get(timeout=30)
     assert answered == good and event.output
 
 
-def test_once_it_is_closed_a_loop_takes_no_call_although_its_thread_is_busy(llm, loop):
+def test_once_it_is_closed_a_loop_takes_no_call_although_its_thread_is_busy(llm, loop, news):
     go_on = threading.Event()
     busy = loop.call(lambda _: go_on.wait(30))
     loop.submit(Call(llm.requests([QUESTION])))
@@ -297,7 +275,11 @@ def test_once_it_is_closed_a_loop_takes_no_call_although_its_thread_is_busy(llm,
     with pytest.raises(EngineClosed):
         loop.call(lambda _: None).result(0)  # nobody would be left to do it
     go_on.set()
-    assert busy.result(30) and [type(event.error) for _, _, event in loop.news.get(timeout=30)] == [EngineClosed]
+    assert busy.result(30) and [type(event.error) for _, _, event in news.get(timeout=30)] == [EngineClosed]
+
+
+def num_steps(loop) -> int:
+    return loop.call(lambda calls: calls.engine.counters.num_steps).result(30)
 
 
 def test_a_single_step_without_anything_to_do_is_not_kept_for_the_next_request(llm, loop):
@@ -305,11 +287,11 @@ def test_a_single_step_without_anything_to_do_is_not_kept_for_the_next_request(l
     loop.single_step()
     call = Call(llm.requests([QUESTION]))
     loop.submit(call)
-    steps = loop.call(lambda calls: calls.engine.counters.num_steps).result(30)
-    wait_until(lambda: loop.inbox.is_waited_for)
-    assert llm.engine.counters.num_steps == steps
+    steps = num_steps(loop)
+    time.sleep(0.1)  # in which the thread would run a step
+    assert num_steps(loop) == steps
     loop.single_step()
-    wait_until(lambda: llm.engine.counters.num_steps == steps + 1)
+    wait_until(lambda: num_steps(loop) == steps + 1)
     loop.drop(call)
 
 
@@ -332,22 +314,6 @@ def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
         assert many.num_unfinished == 0
         await asyncio.sleep(0.01)  # and now it comes in
         assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 1
-        await many.close()
-
-    asyncio.run(use())
-
-
-def test_a_slow_reader_gets_the_tokens_before_the_error(llm):
-    """They wait in one list when the reader comes."""
-
-    async def use() -> None:
-        many, read = AsyncLLM(llm), []
-        with failing(llm, after=3), many.submit(llm.requests([QUESTION], ENDLESS)) as stream:
-            wait_until(lambda: many.engine_loop.failure)
-            with pytest.raises(RuntimeError, match="on fire"):
-                async for news in stream:
-                    read += [token for _, event in news for token in event.tokens]
-        assert len(read) >= 2
         await many.close()
 
     asyncio.run(use())
@@ -377,18 +343,16 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
 
     async def use() -> None:
         many = AsyncLLM(llm, max_queue=2)
-        outputs, pieces = await asyncio.gather(
-            many.generate([QUESTION, "Why?"], GREEDY), joined(many.stream(QUESTION, GREEDY))
-        )
+        outputs = await many.generate([QUESTION, "Why?"], GREEDY)
         assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
-        assert pieces == expected[0]["text"]
+        pieces = [piece async for piece in many.stream(QUESTION, GREEDY)]
+        assert "".join(pieces) == expected[0]["text"]
 
         async with aclosing(many.stream(QUESTION, ENDLESS)) as stream:
             assert await anext(stream)  # it has a batch slot; of the four that follow, one waits
             many.engine_loop.pause()
             cancelled = asyncio.create_task(many.generate([QUESTION] * 4, ENDLESS))
-            while many.num_unfinished < 5:
-                await asyncio.sleep(0.01)
+            await until(lambda: many.num_unfinished == 5)
             with pytest.raises(QueueFull, match="at most 6"):
                 await many.generate([QUESTION] * 2)
             with pytest.raises(ValueError, match="empty"):
@@ -399,8 +363,7 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
         assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 5
 
         left = asyncio.create_task(many.generate([QUESTION], ENDLESS))  # still paused: it will not end
-        while not many.num_unfinished:
-            await asyncio.sleep(0.01)
+        await until(lambda: many.num_unfinished)
         assert not await many.drain(0.01)
         await many.close()
         for ended in (left, many.generate([QUESTION])):
@@ -408,10 +371,6 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
                 await ended
 
     asyncio.run(use())
-
-
-async def joined(pieces) -> str:
-    return "".join([piece async for piece in pieces])
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
@@ -427,16 +386,11 @@ def test_at_the_end_running_answers_are_finished_and_new_ones_are_sent_away(llm)
             wait_until(lambda: server.llm.draining)
             refused = ask(server)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
-            assert int(refused.headers["retry-after"]) >= 1 and health(server) == 503
+            assert int(refused.headers["retry-after"]) >= 1 and get(server, "/health").status_code == 503
             loop.resume()
             *others, done = [line for line in lines if line]
             assert len(others) == 19 and done == "data: [DONE]"
         wait_until(lambda: not server.thread.is_alive())
-
-
-def assert_told_of_the_shutdown(text: str) -> None:
-    [told] = messages(text)
-    assert told["error"]["code"] == "shutting_down"
 
 
 def test_what_takes_longer_than_the_deadline_is_told_so(llm):
@@ -445,7 +399,8 @@ def test_what_takes_longer_than_the_deadline_is_told_so(llm):
         answer = pool.submit(ask, server, **LONG)
         wait_until(lambda: llm.calls.has_unfinished())
         server.server.handle_exit(15, None)
-        assert_told_of_the_shutdown(answer.result(60).text)
+        [told] = messages(answer.result(60).text)
+    assert told["error"]["code"] == "shutting_down"
 
 
 def test_a_client_that_takes_nothing_in_does_not_keep_the_server_and_is_no_error(llm, capsys):
@@ -494,5 +449,6 @@ def test_a_second_signal_ends_the_server_at_once_also_when_both_come_together(ll
         server.llm.engine_loop.pause()
         with streamed(server) as response:
             assert asyncio.run_coroutine_threadsafe(signals(server), server.loop).result(20)
-            assert_told_of_the_shutdown(response.read().decode())
+            [told] = messages(response.read().decode())
         wait_until(lambda: not server.thread.is_alive())
+    assert told["error"]["code"] == "shutting_down"

@@ -92,7 +92,7 @@ ASKED = {
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_whatever_is_asked_is_answered(client, llm, kind):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(asked=ASKED[kind])
     def ask(asked):
         path, body = asked

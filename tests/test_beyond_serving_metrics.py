@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from serving import engine, httpx, running, wait_until
+from serving import ask, engine, get, running, streamed, wait_until
 
 import stage_e_batching
 from beyond.serving.engine_loop import Call
@@ -44,14 +44,13 @@ def samples(text: str) -> dict[str, float]:
 
 
 def read(server) -> dict[str, float]:
-    return samples(httpx.get(f"{server.url}/metrics", timeout=60).text)
+    return samples(get(server, "/metrics").text)
 
 
 def test_counters_and_histograms_tell_what_was_asked_and_answered(server):
     before = read(server)
-    ask = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True}
     for _ in range(3):
-        assert httpx.post(f"{server.url}/v1/completions", json=ask, timeout=60).status_code == 200
+        assert ask(server, prompt=PROMPT, max_tokens=20, ignore_eos=True).status_code == 200
     grown = {name: value - before[name] for name, value in read(server).items()}
     assert grown["vllm:prompt_tokens_total"] == grown["vllm:prefix_cache_queries_total"] == 150
     assert grown["vllm:prefix_cache_hits_total"] == 2 * 48  # the second and third find three blocks of the first
@@ -69,10 +68,10 @@ def test_gauges_tell_what_is_now_and_preemptions_are_counted(server, llm):
     idle = read(server)
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     assert [idle[f"vllm:{name}"] for name in names] == [0, 0, 0]
-    ask = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "n": 3}  # 7 of 8 blocks each
+    body = {"prompt": PROMPT, "max_tokens": 60, "n": 3}  # 7 of 8 blocks each
     loop = server.llm.engine_loop
     loop.pause()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask | {"stream": True}, timeout=60) as response:
+    with streamed(server, **body) as response:
         loop.single_step()
         lines = response.iter_lines()
         next(lines)
@@ -86,7 +85,7 @@ def test_gauges_tell_what_is_now_and_preemptions_are_counted(server, llm):
     after = read(server)
     assert after["vllm:num_preemptions_total"] > idle["vllm:num_preemptions_total"]
     loop.pause()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask | {"stream": True}, timeout=60):
+    with streamed(server, **body):
         pass  # it leaves
     wait_until(lambda: read(server)["vllm:request_success_total/abort"] == 3)
     loop.resume()

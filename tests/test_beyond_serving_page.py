@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 from fake_model import make_calls
-from serving import CHAT, QUESTION, assert_idle, engine, httpx, running
+from serving import CHAT, QUESTION, assert_idle, engine, get, httpx, running, until
 
 import stage_e_batching
 from benchmarks.pictures.served import CHROMIUM
 from beyond.serving import step_log
 from beyond.serving.live_view import PAGE, PICTURE_SECONDS, LiveView, PictureStream
-from beyond.serving.protocol import Limits
 from stage_a_naive.sampling import SamplingParams
 
 PROMPT = list(range(20, 60))  # two full blocks of 16 tokens, and a half
@@ -61,12 +61,6 @@ def pictures(response):
 
 def control(server, action: object) -> httpx.Response:
     return httpx.post(f"{server.url}/live/control", json={"action": action}, timeout=60)
-
-
-def submit(server, llm, n: int = 1, **params: object):
-    """Hand requests of the same prompt to the server's engine."""
-    requests = llm.requests([PROMPT] * n, SamplingParams(ignore_eos=True, **params))
-    return server.loop.call_soon_threadsafe(server.llm.submit, requests)
 
 
 def wait(page, selector: str, text: str) -> None:
@@ -133,7 +127,8 @@ def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, l
         seen = pictures(response)
         assert next(seen)["running"] == []
         assert control(server, "pause").status_code == 200
-        submit(server, llm, 6, max_tokens=3)
+        requests = llm.requests([PROMPT] * 6, SamplingParams(ignore_eos=True, max_tokens=3))
+        server.loop.call_soon_threadsafe(server.llm.submit, requests)
         while len((picture := next(seen))["waiting"]) < 6:
             pass
         assert picture["paused"] and picture["num_used_blocks"] == 0
@@ -154,75 +149,61 @@ def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, l
     assert step_log.CACHED in picture["blocks"] and picture["num_used_blocks"] == 0
 
 
-class WatchedLoop:
-    """An engine's loop that counts how often it was asked for a picture, and answers when it `may`."""
-
-    def __init__(self) -> None:
-        self.paused = self.closed = False
-        self.asked: list[Future[dict]] = []
-        self.may = True
-
-    def call(self, function) -> Future[dict]:
-        future: Future[dict] = Future()
-        if function is step_log.describe:
-            self.asked.append(future)
-            if self.may:
-                future.set_result({"num_blocks": 96})
-        return future
-
-
-def look(play) -> None:
-    """Run `await play(loop, view)` in a thread of its own: in this one, the browser's driver may have an event loop."""
-
-    async def run() -> None:
-        loop = WatchedLoop()
-        engine = SimpleNamespace(engine_loop=loop, engine_name="stage_e_batching")
-        async with asyncio.timeout(30):
-            await play(loop, LiveView(SimpleNamespace(model="tutor", llm=engine)))
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(asyncio.run, run()).result()
+def view_of(call: Callable[[object], Future]) -> tuple[SimpleNamespace, LiveView]:
+    """An engine's loop whose engine is asked by `call`, and its view."""
+    loop = SimpleNamespace(paused=False, closed=False, call=call)
+    llm = SimpleNamespace(engine_loop=loop, engine_name="stage_e_batching")
+    return loop, LiveView(SimpleNamespace(model="tutor", llm=llm))
 
 
 def test_a_picture_is_sent_when_something_changes_and_none_is_made_while_no_page_is_open():
-    async def play(loop: WatchedLoop, view: LiveView) -> None:
-        assert not loop.asked
-        sent, leave = [], asyncio.Event()
+    asked, sent = [], []
 
-        async def send(message: dict) -> None:
-            if body := message.get("body"):
-                sent.append(json.loads(body.removeprefix(b"data: ")))
+    def answer(function) -> Future:
+        asked.append(function)
+        future = Future()
+        future.set_result({"num_blocks": 96})
+        return future
 
+    async def send(message: dict) -> None:
+        if body := message.get("body"):
+            sent.append(json.loads(body.removeprefix(b"data: ")))
+
+    async def play() -> None:
+        (loop, view), leave = view_of(answer), asyncio.Event()
+        assert step_log.describe not in asked
         page = asyncio.create_task(PictureStream(view)({}, leave.wait, send))
-        while len(loop.asked) < 4:
-            await asyncio.sleep(0.001)
+        await until(lambda: asked.count(step_log.describe) == 4)
         assert [picture["paused"] for picture in sent] == [False]
         loop.paused = True
-        while len(sent) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(sent) == 2)
         assert sent[1]["paused"]
         leave.set()
         await page
-        num_asked = len(loop.asked)
+        num_asked = len(asked)
         await asyncio.sleep(4 * PICTURE_SECONDS)
-        assert len(loop.asked) == num_asked
+        assert len(asked) == num_asked
 
-    look(play)
+    asyncio.run(play())
 
 
 def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leaves_it_to_the_others():
-    async def play(loop: WatchedLoop, view: LiveView) -> None:
-        loop.may = False
-        goes, *stay = [asyncio.create_task(view.picture()) for _ in range(8)]
-        while not loop.asked:
-            await asyncio.sleep(0)  # all wait for the same one
-        goes.cancel()
-        [described] = loop.asked
-        described.set_result({"num_blocks": 96})
-        assert {json.loads(await picture)["num_blocks"] for picture in stay} == {96}
-        assert len(loop.asked) == 1
+    asked: list[Future] = []
 
-    look(play)
+    def keep_waiting(_) -> Future:
+        asked.append(Future())
+        return asked[-1]
+
+    async def play() -> None:
+        _, view = view_of(keep_waiting)
+        goes, *stay = [asyncio.create_task(view.picture()) for _ in range(8)]
+        await until(lambda: len(asked) == 2)  # for the watch that a view begins with, and for a picture
+        goes.cancel()
+        asked[1].set_result({"num_blocks": 96})
+        assert {json.loads(await picture)["num_blocks"] for picture in stay} == {96}
+        assert len(asked) == 2
+
+    asyncio.run(play())
 
 
 def test_of_a_large_pool_every_nth_block_is_drawn():
@@ -237,31 +218,25 @@ def test_a_button_that_there_is_not_is_refused(server, action):
     assert response.status_code == 400 and response.json()["error"]["param"] == "action"
 
 
-def test_a_page_that_sends_a_body_is_read_no_further_than_its_limit(llm):
-    with running(llm, limits=Limits(body_bytes=100)) as server:
-        answer = httpx.request("GET", f"{server.url}/live/events", content=b" " * 101, timeout=60)
-    assert answer.status_code == 413
-
-
 def test_the_page_loads_nothing_from_elsewhere(server):
-    page = httpx.get(f"{server.url}/", timeout=60)
+    page = get(server, "/")
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
     own = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {"/page/server.js"}
     assert own == {f"/page/{path.name}" for path in PAGE.iterdir()} - {"/page/index.html"}
     for path in own:
-        found = httpx.get(f"{server.url}{path}", timeout=60)
+        found = get(server, path)
         assert found.status_code == 200 and found.headers["content-type"].startswith(("text/", "image/svg"))
         assert not re.search(r"https?://(?!www.w3.org/2000/svg)|import\(|@import", found.text)
 
 
 def test_the_key_guards_pictures_and_buttons_and_a_server_can_do_without_the_page(llm):
     with running(llm, api_key="secret") as server:
-        assert httpx.get(f"{server.url}/", timeout=60).status_code == 200
-        assert httpx.get(f"{server.url}/live/events", timeout=60).status_code == 401
+        assert get(server, "/").status_code == 200
+        assert get(server, "/live/events").status_code == 401
         assert control(server, "pause").status_code == 401
         assert not server.llm.engine_loop.paused
     with running(llm, page=False) as server:
-        assert httpx.get(f"{server.url}/", timeout=60).status_code == control(server, "pause").status_code == 404
+        assert get(server, "/").status_code == control(server, "pause").status_code == 404
 
 
 def test_a_server_with_open_pages_ends_and_the_engines_trace_is_complete(tmp_path):

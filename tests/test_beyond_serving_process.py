@@ -14,14 +14,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from serving import LONG, QUESTION, httpx, messages, running, wait_until
+from serving import QUESTION, ask, get, httpx, messages, running, streamed, wait_until
 
 import stage_e_batching
 from beyond.serving import wire
 from beyond.serving.__main__ import main, parse, serve_process
 from beyond.serving.engine_loop import Call, EngineClosed
 from beyond.serving.engine_process import EngineProcess
-from beyond.serving.metrics import engine_numbers
 from beyond.serving.remote_engine import RemoteLLM
 from beyond.serving.server import listen
 from stage_a_naive.contract.errors import EngineBroken
@@ -32,23 +31,20 @@ from stage_e_batching.calls.mailbox import Event, Token
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = {"model": "tutor", "device": "cpu", "dtype": "auto", "seed": 0, "max_num_seqs": 4, "num_kvcache_blocks": 64}
 BREAKABLE = f"{Path(__file__).stem}:BreakableLLM"
-ERRORS = {13: RuntimeError("the device is on fire: secret detail"), 14: EngineBroken("rank 1 of 2 died")}
+ERRORS = {4001: RuntimeError("the device is on fire: secret detail"), 4002: EngineBroken("rank 1 of 2 died")}
 
 
 class BreakableLLM(stage_e_batching.LLM):
-    """A step with a prompt of a token of `ERRORS` breaks off with that error."""
+    """A step with a token of `ERRORS` breaks off with that error."""
 
     def __init__(self, model: str, **options: object) -> None:
         super().__init__(model, **options)
-        works = self.runner.launch
+        self.runtime.model.register_forward_pre_hook(break_off)
 
-        def launch(step):
-            for sequence in step.sequences:
-                if error := ERRORS.get(sequence.completion.all_token_ids[0]):
-                    raise error
-            return works(step)
 
-        self.runner.launch = launch
+def break_off(model: object, given: tuple) -> None:
+    for token in ERRORS.keys() & set(given[0].tolist()):
+        raise ERRORS[token]
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +57,6 @@ def served(process):
     with running(RemoteLLM(process), max_queue=2) as server:
         yield server
     assert not is_alive(process.pid)
-
-
-def post(served, **body: object) -> httpx.Response:
-    return httpx.post(f"{served.url}/v1/completions", json={"prompt": QUESTION} | body, timeout=60)
-
-
-def health(served) -> int:
-    return httpx.get(f"{served.url}/health", timeout=60).status_code
-
-
-def streamed(served, max_tokens: int):
-    body = LONG | {"max_tokens": max_tokens}
-    return httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60)
 
 
 def is_alive(pid: int) -> bool:
@@ -102,32 +85,32 @@ def command(*options: str, folder: Path = ROOT / "tests") -> Iterator[subprocess
 def test_an_answer_and_its_events_are_the_engines_in_order(served):
     with closing(stage_e_batching.LLM(**OPTIONS)) as llm:
         [expected] = llm.generate([QUESTION], SamplingParams(temperature=0, max_tokens=24, logprobs=2), False)
-    told = messages(post(served, temperature=0, max_tokens=24, logprobs=2, stream=True).text)
+    told = messages(ask(served, temperature=0, max_tokens=24, logprobs=2, stream=True).text)
     choices = [message["choices"][0] for message in told]
     assert "".join(choice["text"] for choice in choices) == expected["text"]
     found = [list(choice["logprobs"]["top_logprobs"][0].values()) for choice in choices]
     assert found == [pytest.approx(list(each.values())[:2]) for each in expected["logprobs"]]
     assert [choice["finish_reason"] for choice in choices] == [None] * 23 + [expected["finish_reason"]]
-    three = post(served, temperature=0, max_tokens=24, n=3).json()
+    three = ask(served, temperature=0, max_tokens=24, n=3).json()
     assert [choice["text"] for choice in three["choices"]] == [expected["text"]] * 3
     assert three["usage"]["completion_tokens"] == 72
 
 
 def test_what_the_engine_cannot_take_is_refused_by_the_other_process(served):
-    refused = post(served, prompt=[7] * 1100)
+    refused = ask(served, prompt=[7] * 1100)
     assert refused.status_code == 400 and "have room for 1024" in refused.json()["error"]["message"]
     assert refused.json()["error"]["code"] == "context_length_exceeded"
-    assert post(served, n=7).json()["error"]["param"] == "n"
+    assert ask(served, n=7).json()["error"]["param"] == "n"
 
 
 def test_an_error_crosses_with_its_traceback_and_the_engine_recovers_by_itself(served, capsys):
-    [told] = messages(post(served, prompt=[13], stream=True).text)
+    [told] = messages(ask(served, prompt=[4001], stream=True).text)
     assert told["error"]["message"] == "the server failed (RuntimeError); its log says how"
     log = capsys.readouterr().err
     assert "secret detail" in log and "in the engine's process" in log and "in run_step" in log
     assert "requests that this ended: 1" in log
     assert served.llm.engine_loop.failure is not None
-    wait_until(lambda: health(served) == 200)  # it has tried a step of its own
+    wait_until(lambda: get(served, "/health").status_code == 200)  # it has tried a step of its own
     assert served.llm.engine_loop.failure is None
 
 
@@ -143,7 +126,7 @@ def test_an_error_of_several_requests_crosses_once_and_stays_one_error():
 def test_signals_that_a_terminal_sends_to_all_processes_do_not_end_the_engine(served, process):
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, number)
-    assert post(served, max_tokens=2).status_code == 200
+    assert ask(served, max_tokens=2).status_code == 200
 
 
 def test_news_are_read_as_they_were_written_wherever_the_pipe_cuts_them():
@@ -191,8 +174,9 @@ def test_an_error_that_only_one_of_the_processes_can_make_crosses_as_text(tmp_pa
 def test_an_engine_that_is_stopped_is_not_dead_and_goes_on_when_it_may(served, process):
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        with streamed(served, 5) as response:
-            assert response.status_code == 200 and served.llm.num_unfinished == 1 and health(served) == 200
+        with streamed(served, max_tokens=5) as response:
+            assert response.status_code == get(served, "/health").status_code == 200
+            assert served.llm.num_unfinished == 1
             os.kill(process.pid, signal.SIGCONT)
             assert len(messages(response.read().decode())) == 5
     finally:
@@ -201,7 +185,7 @@ def test_an_engine_that_is_stopped_is_not_dead_and_goes_on_when_it_may(served, p
 
 def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, process, capsys):
     """The last test that uses the server."""
-    with streamed(served, 900) as response:
+    with streamed(served, max_tokens=900) as response:
         lines = (line for line in response.iter_lines() if line)
         assert next(lines).startswith("data: {")
         os.kill(process.pid, signal.SIGKILL)
@@ -212,17 +196,6 @@ def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, pro
     assert not served.llm.num_unfinished
     assert not asyncio.run(served.llm.works())  # which is what /health says
     assert "ending" not in capsys.readouterr().out  # as if somebody had asked it to
-
-
-def test_an_engine_whose_server_is_gone_ends_without_a_word(capfd):
-    process = EngineProcess("stage_e_batching:LLM", OPTIONS)
-    RemoteLLM(process)
-    process.commands.send([("pause",), ("call", 0, engine_numbers)])
-    assert process.news.recv()[0] == wire.RESULT  # it has loaded, and waits for commands
-    process.news.close()
-    process.commands.send([("submit", [Request(0, [1], SamplingParams(), 0)])])
-    process.commands.close()  # it then says that the request will not be answered, and nobody reads that
-    assert process.end() == "exit code 0" and "Traceback" not in capfd.readouterr().err
 
 
 def test_a_process_whose_engines_thread_fails_ends_and_says_why(capfd):
@@ -248,10 +221,11 @@ def test_what_must_end_at_once_ends_although_nobody_reads_what_it_says(module, a
     assert done.returncode == code
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_broken_for_good_ends_the_server_which_says_why():
     with command("--engine", BREAKABLE) as server:
         address = next(line.split()[-1] for line in server.stdout if line.startswith("[serving] API "))
-        response = httpx.post(f"{address}/completions", json={"prompt": [14]}, timeout=60)
+        response = httpx.post(f"{address}/completions", json={"prompt": [4002]}, timeout=60)
         assert response.status_code == 500 and "died" not in response.json()["error"]["message"]
         assert server.wait(60) == 1
         last = server.stderr.read().splitlines()[-1]

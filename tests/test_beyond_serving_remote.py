@@ -11,13 +11,14 @@ from multiprocessing.connection import Connection, Pipe
 
 import pytest
 import torch
-from fake_model import make_calls
+from fake_model import CountingRunner, make_calls
+from serving import until
 
 import stage_e_batching
 from beyond.serving import wire
-from beyond.serving.engine_loop import Call, EngineClosed, News
+from beyond.serving.engine_loop import Call, EngineClosed
 from beyond.serving.metrics import engine_numbers
-from beyond.serving.piped_loop import PipedLoop, PipeInbox
+from beyond.serving.piped_loop import PipedLoop
 from beyond.serving.remote_engine import EngineDied, RemoteLoop
 from stage_a_naive.contract.errors import EngineBroken
 from stage_a_naive.contract.outputs import Request
@@ -65,15 +66,8 @@ def played(test: Callable) -> Callable[[], None]:
     return lambda: asyncio.run(run())
 
 
-async def until(happens: Callable[[], object]) -> None:
-    while not happens():
-        await asyncio.sleep(0.001)
-
-
 @played
-async def test_a_command_that_is_larger_than_the_pipe_arrives_whole_and_so_does_the_next(
-    loop: RemoteLoop, process: PlayedProcess, told: News
-) -> None:
+async def test_a_command_that_is_larger_than_the_pipe_arrives_whole_and_so_does_the_next(loop, process, told):
     requests = [request(0, list(range(100_000)))]
     loop.submit(Call(requests))
     await asyncio.sleep(0)  # a part of it is written: a pipe holds 64 KiB
@@ -86,21 +80,7 @@ async def test_a_command_that_is_larger_than_the_pipe_arrives_whole_and_so_does_
 
 
 @played
-async def test_commands_of_one_moment_cross_in_one_message_and_in_their_order(
-    loop: RemoteLoop, process: PlayedProcess, told: News
-) -> None:
-    calls = [Call([request(0, [1])]), Call([request(0, [2])])]
-    for call in calls:
-        loop.submit(call)
-    loop.drop(calls[0])
-    sent = [("submit", [request(0, [1])]), ("submit", [request(1, [2])]), ("drop", 0)]
-    assert await process.next_commands() == sent
-
-
-@played
-async def test_news_that_cross_with_the_end_of_their_call_are_left_aside(
-    loop: RemoteLoop, process: PlayedProcess, told: News
-) -> None:
+async def test_news_that_cross_with_the_end_of_their_call_are_left_aside(loop, process, told):
     left, stays = Call([request(0, [1]), request(1, [1])]), Call([request(0, [2])])
     loop.submit(left)
     loop.submit(stays)
@@ -118,9 +98,7 @@ async def test_news_that_cross_with_the_end_of_their_call_are_left_aside(
 
 
 @played
-async def test_what_a_function_raises_in_the_engines_process_is_raised_here(
-    loop: RemoteLoop, process: PlayedProcess, told: News
-) -> None:
+async def test_what_a_function_raises_in_the_engines_process_is_raised_here(loop, process, told):
     future, raised = loop.call(engine_numbers), Future()
     [(name, number, function)] = await process.next_commands()
     assert (name, function) == ("call", engine_numbers)
@@ -131,9 +109,7 @@ async def test_what_a_function_raises_in_the_engines_process_is_raised_here(
 
 
 @played
-async def test_when_the_process_dies_all_who_wait_and_all_who_come_later_are_told(
-    loop: RemoteLoop, process: PlayedProcess, told: News
-) -> None:
+async def test_when_the_process_dies_all_who_wait_and_all_who_come_later_are_told(loop, process, told):
     deaths: list[None] = []
     loop.on_death = lambda: deaths.append(None)
     waits = loop.call(engine_numbers)
@@ -150,22 +126,6 @@ async def test_when_the_process_dies_all_who_wait_and_all_who_come_later_are_tol
 
 
 # ---- the engine's end -----------------------------------------------------------------------------------------------
-
-
-def test_an_inbox_has_the_commands_of_a_message_in_their_order_then_the_end_and_then_nothing():
-    commands_end, commands = Pipe(duplex=False)
-    done: list[tuple] = []
-    inbox = PipeInbox(commands_end, lambda *command: done.append(command))
-    assert inbox.empty()
-    commands.send([("drop", 1), ("pause",), ("drop", 2)])
-    for is_last in (False, False, True):
-        assert not inbox.empty()
-        inbox.get()()
-        assert inbox.empty() == is_last
-    commands.close()
-    inbox.get()()
-    assert done == [("drop", 1), ("pause",), ("drop", 2), ("close",)]
-    assert inbox.empty()
 
 
 @contextmanager
@@ -204,6 +164,13 @@ def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number
         assert (number, error, numbers["num_requests_running"], numbers["kv_cache_usage_perc"]) == (3, None, 0, 0)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loop_whose_server_is_gone_ends_without_a_word():
+    with piped(make_calls(num_blocks=16, block_size=4, **BATCH)) as (_, commands, news):
+        news.close()
+        commands.send([("submit", [request(0, [20])])])  # nobody reads what becomes of it
+
+
 @pytest.mark.parametrize(
     ("error", "is_the_last"),
     [
@@ -213,12 +180,11 @@ def test_requests_are_dropped_by_the_number_of_any_of_them_and_an_unknown_number
     ],
 )
 def test_a_loop_ends_with_the_first_error_that_no_later_step_survives(error, is_the_last):
-    def fail(step):
-        raise error
+    class Failing(CountingRunner):
+        def launch(self, step):
+            raise error
 
-    calls = make_calls(num_blocks=16, block_size=4, **BATCH)
-    calls.engine.runner.launch = fail
-    with piped(calls) as (loop, commands, news):
+    with piped(make_calls(runner=Failing(), num_blocks=16, block_size=4, **BATCH)) as (loop, commands, news):
         commands.send([("submit", [request(0, [20])])])
         _, _, told, rows = receive(news)
         assert str(error) in str(told) and len(rows) == 1

@@ -268,7 +268,9 @@ def plain() -> stage_e_batching.LLM:
     return stage_e_batching.LLM(MODEL, device="cpu", num_kvcache_blocks=256)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=[pytest.mark.slow] * (v not in ("tiny pool", "whole prompts"))) for v in VARIANTS]
+)
 def test_every_variant_gives_stage_es_tokens(plain, variant):
     llm = LLM(MODEL, device="cpu", **VARIANTS[variant])
     if variant == "tiny pool":
@@ -293,6 +295,7 @@ def test_every_variant_gives_stage_es_tokens(plain, variant):
         assert llm.engine.counters.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_every_way_to_end_in_the_middle_of_right_guesses_gives_the_tutors_text():
     prompts = ["什么是 KV cache？", "What is a KV cache?", "Who are you?", "What is prefill?"] * 2
     asked = [
@@ -475,7 +478,9 @@ def tiny_preset(monkeypatch) -> Callable[..., str]:
     return make
 
 
-@pytest.mark.parametrize("variant", ["plain", "small chunks", "tiny pool"])
+@pytest.mark.parametrize(
+    "variant", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("small chunks", "tiny pool"))]
+)
 def test_a_small_model_that_is_the_large_one_is_always_right(plain, variant):
     llm = with_draft_model(MODEL, **VARIANTS[variant])
     if variant == "tiny pool":
@@ -525,6 +530,7 @@ def test_a_small_model_of_fewer_positions_is_refused(tiny_preset):
         with_draft_model(tiny_preset(max_position_embeddings=100), max_model_len=512)
 
 
+@pytest.mark.slow
 def test_the_tutors_draft_model_knows_most_of_its_answers_and_the_summary_counts_them():
     llm = LLM("tutor", device="cpu", speculation="model")
     outputs = llm.generate(["What is a KV cache?", "什么是 KV cache？"], replace(GREEDY, max_tokens=50), False)

@@ -77,7 +77,7 @@ def make_inputs(rng: random.Random, slots: list[int], numbers: list[int], device
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("draft_tokens", [1, 4, 7])
+@pytest.mark.parametrize("draft_tokens", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))])
 def test_kernels_guess_complete_and_keep_as_pytorch_does(device, draft_tokens, monkeypatch):
     from beyond.speculation import token_table_kernels
 

@@ -18,10 +18,6 @@ def test_the_code_in_a_readme_is_that_of_the_file(path):
     assert excerpts.fill(text) == text, "`python -m benchmarks.report` writes it"
 
 
-def test_the_first_screen_of_stage_a_is_its_loop():
-    assert "stage_a_naive" in [path.parent.name for path in SHOWING_CODE]
-
-
 def test_a_function_is_copied_with_its_decorator_and_a_method_without_its_indentation(tmp_path):
     (tmp_path / "a.py").write_text("class A:\n    @twice\n    def f(self):\n        return 1\n\n\ndef g():\n    pass\n")
     text = "x\n<!-- code: a.py::A.f -->\nold\n<!-- end of code -->\ny\n<!-- code: a.py::g -->\n<!-- end of code -->\n"

@@ -55,6 +55,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Mark]]:
     return {name: [mark for mark in marks if mark.title == name] for name in ATTACKS}
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_costs_its_own_exercise_alone_and_is_named(name, judged):
@@ -69,12 +70,14 @@ def judged_without_audit(key: str, work: Path, walls: tuple[str, ...] = ()) -> M
     return mark
 
 
+@pytest.mark.slow
 def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path):
     work = submission(tmp_path, "a", chatml=f"import random\nos = random._os\n{FORGE_ALL}", **WRONG)
     report = grade.grade(load_labs()["a"], work)
     assert report.points == 0 and report.whole == "", report
 
 
+@pytest.mark.slow
 def test_what_an_answer_changed_is_named_and_put_back_for_the_next_test(tmp_path):
     exercise = exercise_of("A.4")
     text = exercise.reference.read_text(encoding="utf-8")
@@ -145,6 +148,7 @@ raise RuntimeError(repr(said))
 """
 
 
+@pytest.mark.slow
 @behind_each_wall
 def test_an_answer_behind_a_wall_reaches_no_file_and_no_process_and_leaves_none(walls, tmp_path):
     work = tmp_path / "work"
@@ -181,6 +185,7 @@ def test_another_user_cannot_read_the_hidden_tests_that_judge(tmp_path):
 NATIVE = "for (int fd = 3; fd < 100; ++fd) dprintf(fd, \"{'event': 'done'}\\n\");"
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_cpp_that_writes_to_every_descriptor_is_refused_and_without_the_audit_heard_by_nobody(tmp_path):
     work = submission(tmp_path, "c", normalise=NATIVE)
@@ -189,6 +194,7 @@ def test_cpp_that_writes_to_every_descriptor_is_refused_and_without_the_audit_he
     assert judged_without_audit("C.3", work).reason.startswith("not allowed: it wrote to the judge")
 
 
+@pytest.mark.slow
 @behind_each_wall
 def test_a_sandbox_ends_with_what_is_in_it_and_as_it_does(walls, tmp_path):
     ends = {"os.abort()": "SIGABRT", "os.kill(os.getpid(), 9)": "SIGKILL", "os.kill(os.getppid(), 9)": ""}
@@ -205,6 +211,7 @@ def test_a_sandbox_ends_with_what_is_in_it_and_as_it_does(walls, tmp_path):
     assert marks[2].reason.startswith(unharmed), "its parent is out of its reach"
 
 
+@pytest.mark.slow
 @needs_a_wall
 def test_in_a_sandbox_a_right_lab_is_right(tmp_path, capsys):
     work = submission(tmp_path / "work", "a")

@@ -277,6 +277,7 @@ exec(sys.argv[-1])
 """
 
 
+@pytest.mark.slow
 def test_without_triton_and_linux_the_labs_are_judged_but_for_kernels(tmp_path, monkeypatch, interpreter):
     interpreter(ELSEWHERE)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -338,6 +339,7 @@ def test_the_autograders_archive_has_two_executables_at_its_root_and_the_course(
     assert not any("/work/" in name or "__pycache__" in name or name.startswith("hidden") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sandbox.walls(), reason=f"no wall: {sandbox.why_not()}")
 def test_gradescope_gets_points_less_lateness_and_nobody_else_can_read_sources_or_marks(tmp_path):
     place = place_of(tmp_path, learners_folder(tmp_path / "work"))

@@ -93,6 +93,7 @@ def test_each_folder_and_file_is_a_submission_but_hidden_ones(tmp_path):
     assert list(batch.submissions_in(tmp_path)) == ["ada", "bob", "cay", "dan", "eve", "eve.zip", "fay", "gil.rar"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [f"x = {'-' * 200_000}1\n", f"x = {'a.' * 100_000}b\n"])
 def test_a_file_that_python_cannot_parse_costs_its_own_exercises_and_not_the_courses_table(text, tmp_path):
     for student in ("ada", "bob"):

@@ -192,6 +192,7 @@ def judge(keys: list[tuple[str, Path]]) -> list[Mark]:
     return marks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("letter", "is_whole"),
     [
@@ -249,6 +250,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
+@pytest.mark.slow
 def test_grading_the_reference_gives_100_points_and_runs_the_whole_stage(done, capsys):
     assert grade.main(["a", "--work", str(done)]) == 0
     table = capsys.readouterr().out
@@ -279,6 +281,7 @@ def mark_of(key: str, work: Path) -> Mark:
     return mark
 
 
+@pytest.mark.slow
 def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp_path):
     crash = (
         "from numpy.lib.stride_tricks import as_strided\nimport numpy\n"
@@ -292,6 +295,7 @@ def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp
     assert mark.state == "failed" and "longer than 1 s" in mark.reason
 
 
+@pytest.mark.slow
 def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
     work = submission(tmp_path, "e", _grow="return (")
     report = grade.grade(load_labs()["e"], work, only=["E.4", "E.5"])
@@ -300,6 +304,7 @@ def test_a_syntax_error_costs_the_exercises_that_it_is_in(tmp_path):
     assert grow.state == "failed" and "SyntaxError" in grow.reason and "scheduler.py:" in grow.reason
 
 
+@pytest.mark.slow
 def test_a_method_in_a_file_that_is_indented_with_tabs_is_judged(tmp_path):
     file = submission(tmp_path, "e") / "stage_e_batching" / "scheduler.py"
     text = file.read_text(encoding="utf-8")
@@ -331,6 +336,7 @@ def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(t
     assert report.notes == [f"stage_a_naive/chat.py:{at + 1}: given code was changed; the judge uses the reference's"]
 
 
+@pytest.mark.slow
 def test_what_would_take_over_the_judge_is_never_run_and_named(tmp_path, monkeypatch):
     work = submission(tmp_path, "a", chatml="return ''")
     monkeypatch.setenv("PYTHONPATH", str(work))
@@ -384,6 +390,7 @@ def test_the_reference_does_nothing_that_an_answer_may_not(exercise, tmp_path):
     assert read_answer(exercise, tmp_path).exercise is exercise
 
 
+@pytest.mark.slow
 def test_grading_one_exercise_leaves_the_marks_of_all_and_counts_as_progress(tmp_path, capsys):
     work = submission(tmp_path, "a", overlap="return 0")
     (work / "grade-a.json").write_text("all marks")
@@ -396,6 +403,7 @@ def test_grading_one_exercise_leaves_the_marks_of_all_and_counts_as_progress(tmp
     assert "10/100" in table and "next: A.0" in table
 
 
+@pytest.mark.slow
 def test_show_prints_what_the_answer_prints_and_gives_no_mark(tmp_path, capfd):
     work = submission(tmp_path, "a", overlap="import os\nprint('here', text)\nreturn 0")
     assert grade.main(["a", "--work", str(work), "--only", "A.5", "--show"]) == 1
@@ -415,6 +423,7 @@ def test_show_says_what_is_missing_where_nothing_can_run(tmp_path, capfd):
     assert printed.out.startswith("A.5 failed: ") and not printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_crash_in_cuda_on_a_cpu_is_named_with_its_line(tmp_path):
     work = submission(tmp_path, "c")
@@ -480,6 +489,7 @@ def test_hints_come_one_after_another(tmp_path):
         hint.next_hints("D.99", tmp_path)
 
 
+@pytest.mark.slow
 def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
     work, target = submission(tmp_path, "a", overlap="return 0"), tmp_path / "marks.json"
     points = []
@@ -489,6 +499,7 @@ def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
     assert points[0] == 0 < points[1] < 10
 
 
+@pytest.mark.slow
 def test_hidden_tests_must_pass_too(done, tmp_path):
     hidden = "class TestOverlap:\n    def test_hidden(self):\n        assert 0, 'hidden'\n"
     (tmp_path / "test_lab_a.py").write_text(hidden)
@@ -638,6 +649,7 @@ def test_a_report_has_the_forms_of_gradescope_and_otter():
     assert Report("a", "title", thirds).points == 66.7 == round(sum(mark.points for mark in thirds), 9)
 
 
+@pytest.mark.slow
 def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys):
     odd = (
         "for n in range(len(stop) - 1, 0, -1):\n    part = stop[:n]\n    if len(text) >= n and text[-n:] == part:\n"
@@ -706,6 +718,7 @@ subprocess.run(["c++", "-shared", "-x", "c++", os.devnull, "-o", sys.argv[sys.ar
 """
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_judges_that_compile_the_same_answer_at_once_write_no_file_of_one_another(tmp_path, monkeypatch):
     compiler, said = tmp_path / "compiler", tmp_path / "said"
@@ -740,6 +753,7 @@ def test_every_written_question_has_a_model_answer():
     assert not answers
 
 
+@pytest.mark.slow
 def test_the_pack_has_answers_rubrics_and_hidden_tests_that_the_reference_passes(tmp_path, monkeypatch):
     written = pack.write_pack(tmp_path / "pack")
     assert {path.name for path in written} >= {"policies.md", "answers_d.md", "rubric_d.md", "test_lab_e.py"}

@@ -114,6 +114,7 @@ def test_marks_of_other_exercises_or_other_tests_are_not_of_the_same_hash(clone)
     assert len(set(run(clone, sys.executable, "-c", HASHES)[0].split())) == 3
 
 
+@pytest.mark.slow
 def test_the_notebook_of_lab_a_does_the_same_with_nothing_but_the_repository(clone):
     cells = json.loads((clone / "labs" / "notebooks" / "lab_a.ipynb").read_text(encoding="utf-8"))["cells"]
     setup, first, *_ = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -126,6 +127,7 @@ def test_the_notebook_of_lab_a_does_the_same_with_nothing_but_the_repository(clo
     assert "A.0" in said and "10/10  passed" in said
 
 
+@pytest.mark.slow
 def test_a_cell_runs_the_learners_stage_and_grades_what_it_names(clone):
     stage = clone / "labs" / "work" / "stage_a_naive"
     shutil.rmtree(stage, ignore_errors=True)
@@ -162,6 +164,7 @@ for exercise in lab.exercises:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("letter", load_labs())
 def test_an_answer_from_a_cell_reaches_the_copy(letter, clone):
     run(clone, sys.executable, "-c", ANSWER, letter)

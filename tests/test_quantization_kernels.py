@@ -123,6 +123,7 @@ def test_products_are_the_definition(case, device, dtype):
     check_products(*shape, name, group, device, dtype, tiles)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("pretended_gpus")
 @pytest.mark.parametrize(("rows", "columns", "height", "splits"), [(3584, 18944, 1, True), (18944, 3584, 2, False)])
@@ -155,8 +156,10 @@ def test_products_of_many_tokens_are_made_with_the_dequantised_matrix(monkeypatc
     ("preset", "options", "is_share"),
     [
         ("qwen2-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, True),
-        ("qwen3-tiny", {"kv_cache_dtype": "int8"}, False),
-        ("llama-tiny", {"quantization": "int8", "quantization_group_size": 128}, False),
+        pytest.param("qwen3-tiny", {"kv_cache_dtype": "int8"}, False, marks=pytest.mark.slow),
+        pytest.param(
+            "llama-tiny", {"quantization": "int8", "quantization_group_size": 128}, False, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_whole_models_give_the_references_tokens(preset, options, is_share, draw_norm_weights):

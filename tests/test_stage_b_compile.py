@@ -49,6 +49,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
 def test_cache_lengths_may_be_more_than_pytorchs_limit_of_programs() -> None:
     llm = LLM("random:qwen2-tiny", device="cpu", compile=True)

@@ -51,6 +51,7 @@ def test_the_key_follows_sources_headers_defines_architectures_and_pytorch_and_n
     assert Extension("small", (), "").key != before
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 def test_two_processes_at_once_build_once_and_both_can_use_it(csrc, tmp_path):
     code = (

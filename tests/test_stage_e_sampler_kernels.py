@@ -60,6 +60,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_draws_what_pytorch_draws_in_the_interpreter():
     pytest.importorskip("triton")
     cases = "[(5, 100, torch.float32), (4, 8192, torch.float32), (6, 20000, torch.bfloat16)]"

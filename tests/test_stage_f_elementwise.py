@@ -147,7 +147,9 @@ def test_dependent_attention_is_the_definition(batch, heads, multiprocessors):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
+@pytest.mark.parametrize(
+    "preset", ["qwen3-tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-tiny", "llama-tiny"))]
+)
 def test_whole_models_give_stage_es_tokens(preset, draw_norm_weights):
     from stage_f_graph_tp.kernels.fused_layers import FusedLayer, fuse_layers
 

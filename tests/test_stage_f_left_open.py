@@ -105,7 +105,9 @@ def run_and_leave_open(program: str, device: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=[pytest.mark.slow] * (name != "a thread in a step")) for name in PROGRAMS]
+)
 def test_a_program_that_leaves_its_engines_open_ends_quietly(program):
     run_and_leave_open(program, "cpu")
 

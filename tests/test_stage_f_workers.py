@@ -219,7 +219,14 @@ def test_a_worker_killed_at_its_start_is_an_error_within_seconds():
     killer.join()
 
 
-@pytest.mark.parametrize("phase", [(Job, "load"), (RankGroup, "connect"), (Layers, "run")], ids=str)
+@pytest.mark.parametrize(
+    "phase",
+    [
+        *(pytest.param(phase, marks=pytest.mark.slow) for phase in [(Job, "load"), (RankGroup, "connect")]),
+        (Layers, "run"),
+    ],
+    ids=str,
+)
 def test_a_rank_that_stops_is_an_error_after_a_time_limit_and_leaves_no_process(phase, limits):
     limits(START_SECONDS=4.0, ANSWER_SECONDS=1.0)
     with within_seconds():

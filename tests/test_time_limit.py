@@ -18,30 +18,16 @@ def test_waits_for_ever():
     lock = threading.Lock()
     while True:
         lock.acquire()
-
-def test_comes_after_it():
-    pass
 """
 
 
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_hangs.py").write_text(HANGS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    command += [f"--rootdir={folder}", "-o", "timeout=2", "-o", "pythonpath=", *options, str(folder / "test_hangs.py")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_a_test_that_hangs_ends_its_process_with_the_line_where_it_was(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    command += [f"--rootdir={tmp_path}", "-o", "timeout=2", "-o", "pythonpath=", str(tmp_path / "test_hangs.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1 and "Timeout" in done.stdout, done.stdout + done.stderr
     assert "in test_waits_for_ever\n    lock.acquire()" in done.stdout
-
-
-def test_with_several_processes_another_takes_over(tmp_path: Path) -> None:
-    pytest.importorskip("xdist", reason="pytest-xdist is not installed: pip install -e .[dev]")
-    done = run(tmp_path, "-n", "1")
-    assert done.returncode == 1 and "test_waits_for_ever" in done.stdout, done.stdout + done.stderr
-    assert "1 failed, 1 passed" in done.stdout
 
 
 def test_every_test_has_a_limit(request: pytest.FixtureRequest) -> None:

@@ -84,6 +84,7 @@ def row(
     **options: object,
 ) -> Engine:
     parts = [{part} if isinstance(part, str) else part for part in has]
+    marks = (*marks, pytest.mark.slow) if name in SLOW else marks
     return Engine(name, package, frozenset().union(*parts), options, marks, prepare)
 
 
@@ -94,6 +95,9 @@ def record(llm: NaiveLLM) -> None:
 
 
 ALONE = ("one process", "exact")  # most rows
+# What these add to the other rows has tests of its own.
+VARIANTS = {"f, recorded", "f, no overlap", "guesses, recorded", "guesses, no overlap", "guesses of a model"}
+SLOW = {"c", "8 bits"} | VARIANTS
 ENGINES = [
     row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
     row("b", "stage_b_decode_step", CALLS_IN_TURN, *ALONE, sync_every=3),

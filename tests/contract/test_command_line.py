@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from contract.engines import PACKAGES, PAGED, ROOT, options_class, python
-from stage_a_naive.checkpoints.tutor import is_known, nearest_questions, read_faq
+from stage_a_naive.checkpoints.tutor import nearest_questions, read_faq
 from stage_a_naive.entrypoints.cli import DEFAULT_PROMPTS, FIRST_PROMPTS, AddOptions, build_parser, default_prompt, run
 from stage_a_naive.entrypoints.progress import progress_bar
 

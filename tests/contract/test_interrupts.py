@@ -57,7 +57,7 @@ def test_an_interrupt_at_any_line_of_a_call_costs_the_next_one_nothing(engine) -
     answers(llm)  # warm-up, and the prefix cache
     expected, num_lines = answers(llm)
     precision = torch.get_float32_matmul_precision()
-    for lines in some_of(num_lines, sample=15 if "one process" in engine.has else 4):
+    for lines in some_of(num_lines, sample=8 if "one process" in engine.has else 3):
         with suppress(KeyboardInterrupt, EngineBroken):  # one that comes behind the last token may be too late
             answers(llm, lines)
         try:
@@ -82,6 +82,7 @@ def test_an_interrupt_at_any_line_of_a_step_costs_no_request_a_token(engine) -> 
             assert held(llm) == NOTHING
 
 
+@pytest.mark.slow
 @pytest.mark.needs("pool", "one process")
 def test_an_interrupt_at_any_line_of_an_only_step_is_no_error_of_the_steps_after(engine, llm) -> None:
     """Every line once, of a request that arrives and ends in one step: on its way in, and behind its last token too."""
