@@ -25,6 +25,7 @@ from labs import bodies
 from labs.audit import STAGES
 from labs.exercises import LABS, ROOT, Exercise
 
+MUTATIONS = LABS / "break_it" / "mutations.toml"
 TIMEOUT = 100.0  # seconds for a learner's test
 
 
@@ -57,7 +58,7 @@ class Mutation:
 
 def load_mutations() -> dict[str, Mutation]:
     """The bugs of the break-it exercises, by the lab's letter."""
-    entries = tomllib.loads((LABS / "break_it" / "mutations.toml").read_text(encoding="utf-8"))
+    entries = tomllib.loads(MUTATIONS.read_text(encoding="utf-8"))
     return {letter: Mutation(**entry) for letter, entry in entries.items()}
 
 
