@@ -458,16 +458,16 @@ def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(d
 from labs import judge
 from labs.exercises import exercise_of
 from labs.submission import read_answer
-from stage_a_naive import sampling
-from stage_a_naive.contract import penalties
-reference = sampling.apply_penalties
-judge.install(read_answer(exercise_of("A.4"), judge.Path(sys.argv[1])))
-assert sampling.apply_penalties is penalties.apply_penalties is not reference
-print(penalties.apply_penalties.__code__.co_filename)
+from stage_a_naive import loop
+from stage_c_fused_mlp import loop as other
+reference = loop.generate
+judge.install(read_answer(exercise_of("A.6"), judge.Path(sys.argv[1])))
+assert other.generate is loop.generate is not reference
+print(loop.generate.__wrapped__.__code__.co_filename)
 """
     command = [sys.executable, "-c", f"import sys\n{program}", str(done)]  # its own process: it changes modules
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.strip() == str(done / "stage_a_naive" / "contract" / "penalties.py")
+    assert said.strip() == str(done / "stage_a_naive" / "loop.py")
 
 
 def test_hints_come_one_after_another(tmp_path):
