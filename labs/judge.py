@@ -39,11 +39,11 @@ import pytest
 
 from labs import no_triton, sandbox
 from labs.exercises import ROOT, Exercise, all_exercises
-from labs.job import TEST_SECONDS, Job
+from labs.job import TEST_SECONDS, WORK_VARIABLE, Job
 from labs.recorder import Collector, Recorder, first_line
+from labs.report import HUNG
 from labs.submission import Answer, Unusable, read_answer
 
-WORK_VARIABLE = "SIX_ENGINES_LAB_WORK"  # the environment variable that says where the learner's copies are
 MEMORY = 12 << 30  # bytes of data that a job may have
 FILE_BYTES = 64 << 20  # that a file which a job writes may have, what it prints included
 REPORT_BYTES = 16 << 20  # that a job may report
@@ -180,7 +180,7 @@ def start(job: Job, task: Callable[[Job, Callable[[dict[str, object]], None]], o
 def supervise(child: Child) -> Iterator[dict[str, object]]:
     """Yield what a job's process reports, and at last how it ended, when nothing of it runs any more."""
     seconds = child.job.seconds
-    ended = f"ran longer than {seconds:.0f} s: an endless loop?"
+    ended = f"{HUNG} {seconds:.0f} s: an endless loop?"
     deadline, rest, size = time.monotonic() + seconds, b"", 0
     done = False
     while time.monotonic() < deadline and not done:

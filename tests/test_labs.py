@@ -83,8 +83,8 @@ def test_no_function_of_an_exercise_needs_its_class_by_super():
 
 @pytest.mark.parametrize("letter", load_mutations())
 def test_a_mutation_applies(letter, tmp_path):
-    mutation = load_mutations()[letter]
-    assert mutation.apply((ROOT / mutation.file).read_text()) != (ROOT / mutation.file).read_text()
+    for mutation in load_mutations()[letter]:
+        assert mutation.apply((ROOT / mutation.file).read_text()) != (ROOT / mutation.file).read_text()
     mutation.write(tmp_path, broken=True)
     assert not (tmp_path / mutation.file).exists(), "a test that reads the source must find none"
 
