@@ -137,7 +137,8 @@ def assert_catches(letter: str, *held_out: Mutation) -> None:
     Only the test's own body is the learner's; the rest of the file is as it was given. `held_out`: more bugs than those
     of `mutations.toml`, which learners have.
     """
-    exercise, work = load_labs()[letter].exercises[-1], Path(os.environ.get(WORK_VARIABLE, WORK))
+    [exercise] = [exercise for exercise in load_labs()[letter].exercises if exercise.is_break_it]
+    work = Path(os.environ.get(WORK_VARIABLE, WORK))
     given, theirs = exercise.reference.read_text(encoding="utf-8"), exercise.copy_in(work).read_text(encoding="utf-8")
     text = bodies.transplant(given, theirs, exercise.name, exercise.path)
     found = verdicts(text, held_out or tuple(load_mutations()[letter]))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import stage_f_graph_tp.kernels.elementwise as elementwise
 import stage_f_graph_tp.llm as stage
+from labs import native
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage
 from labs.variants import early_end
@@ -440,6 +441,24 @@ class TestRankSum:
         )
         looks, calls, _ = self.alone(monkeypatch, 2, torch.zeros(8), note=1)
         assert (looks, calls) == (0, 5), f"with the note of an earlier call: {looks} looks, {calls - 5} calls counted"
+
+
+class TestGridBarrier:
+    def test_no_block_goes_on_before_all_have_come(self):
+        assert "2 barriers of the grid" in native.run_mini(1), "two barriers in a layer"
+
+
+class TestWords:
+    def test_values_are_read_when_their_flag_is_there(self):
+        native.run_mini(2)
+
+    def test_behind_a_barrier_flags_say_nothing(self):
+        native.run_mini(1)
+
+
+class TestRing:
+    def test_weights_come_in_order_and_no_slot_is_overwritten_before_it_was_read(self):
+        native.run_mini(3)
 
 
 class TestBreakIt:

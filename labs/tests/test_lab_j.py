@@ -129,6 +129,10 @@ class TestIdleShare:
         assert math.isclose(found, 0.5), f"3 of 2 x 3 seconds are busy: 0.5 expected, got {found}"
         found = spans.idle_share([timeline((10, 11)), timeline((11, 12)), timeline((12, 16))])
         assert math.isclose(found, 1 - 6 / 18), f"6 of 3 x 6 seconds are busy, got {found}"
+        found = spans.idle_share([timeline((12, 14)), timeline((10, 11))])
+        assert math.isclose(found, 1 - 3 / 8), (
+            f"the second stage started first: 3 of 2 x 4 seconds are busy, got {found}"
+        )
 
     def test_what_it_counts_for_chunks_is_the_theory(self):
         for chunks in (1, 2, 8):
