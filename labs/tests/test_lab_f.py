@@ -452,9 +452,6 @@ class TestWords:
     def test_values_are_read_when_their_flag_is_there(self):
         native.run_mini(2)
 
-    def test_behind_a_barrier_flags_say_nothing(self):
-        native.run_mini(1)
-
 
 class TestRing:
     def test_weights_come_in_order_and_no_slot_is_overwritten_before_it_was_read(self):
