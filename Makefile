@@ -25,6 +25,8 @@ FORCE ?=
 ONLY ?=
 SHOW ?=
 LAB_TESTS ?=
+UPTO ?=
+OUT ?=
 CONSTRAINTS ?= constraints.txt
 # As they were typed: make would expand `$5` or `$(…)` in them. The shell gets them from the environment.
 override PROMPT := $(value PROMPT)
@@ -64,7 +66,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack loops ext test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack student-repo loops ext test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
   notebooks lab site clean
 
 help: ## print this list
@@ -98,6 +100,9 @@ submit: $(READY) ## pack what is handed in of one lab, into labs/work/: make sub
 
 instructor-pack: $(READY) ## model answers, rubrics, hidden tests and policies for those who teach, into labs/pack/
 	@$(PY) -m labs.pack
+
+student-repo: $(READY) ## the course without the answers, up to a lab: make student-repo UPTO=d OUT=../course-d
+	@$(PY) -m labs.student_repo "$(UPTO)" "$(OUT)"
 
 progress: $(READY) ## what is done, over all labs
 	@$(PY) -m labs.progress

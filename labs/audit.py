@@ -33,6 +33,7 @@ MODULES = frozenset(
         "operator",
         "random",
         "re",
+        "statistics",
         "time",
         "torch",
         "transformers",

@@ -136,7 +136,7 @@ def load_labs() -> dict[str, Lab]:
             path, name = item.pop("at").split("::")
             tests = tuple(f"test_lab_{letter}.py::{test}" for test in item.pop("tests"))
             hints, slow = tuple(item.pop("hints")), tuple(map(tuple, item.pop("slow", ())))
-            item |= {"slow": slow, "prefix": entry.get("prefix", "")}
+            item = {"prefix": entry.get("prefix", "")} | item | {"slow": slow}
             identity = f"{letter.upper()}.{number}"
             exercises.append(Exercise(id=identity, path=path, name=name, hints=hints, tests=tests, **item))
         folders = tuple(entry.pop("folders"))

@@ -28,6 +28,7 @@ from pathlib import Path
 from labs import no_triton, progress, sandbox
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, load_labs
 from labs.job import TEST_SECONDS, Job
+from labs.mutants import MUTATIONS
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
 from labs.submission import Unusable, changes_in_given_code, intruders, read_answer
 from stage_a_naive.entrypoints.interrupts import run_command
@@ -64,15 +65,15 @@ def grade(
     report = Report(lab.letter, lab.title, [mark_for(exercise) for exercise in chosen])
     report.tests = hash_of_tests(directories, lab.letter)
     report.notes = intruders(work) + changes_in_given_code(lab, work)
-    jobs = []
-    for exercise, mark in zip(chosen, report.marks, strict=True):
+    jobs, judged = [], list(zip(chosen, report.marks, strict=True))
+    for exercise, mark in judged:
         mark.hidden = extra_tests is not None
         mark.state, mark.reason = _before_judging(exercise, work)
         if not mark.state:
             jobs.append((mark, job_for(exercise.id, work, directories, seconds, walls)))
     for (mark, _), lines in zip(jobs, judge([job for _, job in jobs]), strict=True):
         enter(lines, mark)
-    if only is None and all(mark.state == "passed" for mark in report.marks):
+    if only is None and all(m.state == "passed" or e.is_break_it and m.state == "not judged" for e, m in judged):
         whole = Mark(lab.letter, "", 0)
         enter(judge([job_for(lab.letter, work, [PUBLIC_TESTS], seconds, walls)])[0], whole)
         report.whole = "right" if whole.state == "passed" else whole.reason
@@ -93,6 +94,8 @@ def _before_judging(exercise: Exercise, work: Path, audited: bool = True) -> tup
             return "not started", exercise.message
     except Unusable as error:
         return "failed", str(error)
+    if exercise.is_break_it and not MUTATIONS.exists():
+        return "not judged", "this edition has no broken engine: hand your test in"
     if no_triton.needs(exercise) and no_triton.is_missing():
         return "not judged", "there is no Triton here: Linux has one (WSL2, Colab, the devcontainer)"
     return "", ""

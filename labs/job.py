@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from labs.exercises import Exercise, Lab, load_labs
 
+WORK_VARIABLE = "SIX_ENGINES_LAB_WORK"  # the environment variable that says where the learner's copies are
 TEST_SECONDS = 120.0  # a test may take, and the collection of the tests
 
 

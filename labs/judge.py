@@ -38,12 +38,12 @@ from typing import BinaryIO
 import pytest
 
 from labs import no_triton, sandbox
-from labs.exercises import ROOT, all_exercises
-from labs.job import TEST_SECONDS, Job
+from labs.exercises import ROOT, Exercise, all_exercises
+from labs.job import TEST_SECONDS, WORK_VARIABLE, Job
 from labs.recorder import Collector, Recorder, first_line
+from labs.report import HUNG
 from labs.submission import Answer, Unusable, read_answer
 
-WORK_VARIABLE = "SIX_ENGINES_LAB_WORK"  # the environment variable that says where the learner's copies are
 MEMORY = 12 << 30  # bytes of data that a job may have
 FILE_BYTES = 64 << 20  # that a file which a job writes may have, what it prints included
 REPORT_BYTES = 16 << 20  # that a job may report
@@ -108,14 +108,33 @@ def run(job: Job, plugins: list[object], options: tuple[str, ...]) -> int:
     """Judge in this process; returns pytest's exit status."""
     os.environ[WORK_VARIABLE] = job.work
     answers = [read_answer(exercise, Path(job.work), job.audited) for exercise in job.exercises]
-    for answer in answers:
-        if answer is None:
-            raise Unusable("a function of the lab is missing")
+    if None in answers:
+        raise Unusable("a function of the lab is missing")
+    for answer in [*_in_place_of_the_reference(job), *answers]:
         if answer.exercise.is_python:
             install(answer)
         else:
             importlib.import_module("labs.native").use(answer, whole=job.key == job.lab.letter)
     return _run_tests(job, plugins, options)
+
+
+def _in_place_of_the_reference(job: Job) -> Iterator[Answer]:
+    """The learner's answers to other exercises, as far as the reference has none: in a student edition it has none."""
+    for exercise in _left_out():
+        if exercise not in job.exercises and (exercise.is_python or exercise.lab == job.lab.letter):
+            with contextlib.suppress(Unusable):
+                answer = read_answer(exercise, Path(job.work), job.audited)
+                if answer is not None:
+                    yield answer
+
+
+@cache
+def _left_out() -> list[Exercise]:
+    """The exercises that are starters in the repository that judges."""
+    left_out = [
+        e for e in all_exercises() if not e.is_break_it and e.message in e.reference.read_text(encoding="utf-8")
+    ]
+    return [e for e in left_out if not (no_triton.needs(e) and no_triton.is_missing())]
 
 
 def _run_tests(job: Job, plugins: list[object], options: tuple[str, ...]) -> int:
@@ -161,7 +180,7 @@ def start(job: Job, task: Callable[[Job, Callable[[dict[str, object]], None]], o
 def supervise(child: Child) -> Iterator[dict[str, object]]:
     """Yield what a job's process reports, and at last how it ended, when nothing of it runs any more."""
     seconds = child.job.seconds
-    ended = f"ran longer than {seconds:.0f} s: an endless loop?"
+    ended = f"{HUNG} {seconds:.0f} s: an endless loop?"
     deadline, rest, size = time.monotonic() + seconds, b"", 0
     done = False
     while time.monotonic() < deadline and not done:
@@ -267,7 +286,7 @@ def _judge(job: Job, send: Callable[[dict[str, object]], None], user: int) -> No
 def _copied(job: Job) -> Path:
     """A copy of the learner's files, where every user may read them."""
     work = Path("work").resolve()
-    for exercise in job.lab.exercises:
+    for exercise in [*job.lab.exercises, *_left_out()]:
         file, copy = (exercise.copy_in(folder) for folder in (Path(job.work), work))
         if file.is_file() and not file.is_symlink():
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,32 @@ def cuda_library() -> ctypes.CDLL:
     return _library("cuda_harness.cpp", files, [f"-I{EMULATOR}", "-U_FORTIFY_SOURCE"])
 
 
+def run_mini(version: int) -> str:
+    """Compile a version of the smallest megakernel for the CPU and run it; returns what it says.
+
+    Raises:
+        NativeError: it does not compile, its row is not that of plain C++, or it does not end.
+    """
+    from stage_f_graph_tp.megakernel import mini
+
+    _compiler()
+    text = _with_answers("stage_f/mini.cu", mini.SOURCE.read_text(encoding="utf-8"))
+    source = _build_folder(f"mini-{hashlib.sha256(text.encode()).hexdigest()[:16]}") / "mini.cu"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text(text)
+    try:
+        program = mini.build(version, mini.emulator(), source)
+        run = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.CalledProcessError:
+        raise NativeError("it does not compile") from None
+    except subprocess.TimeoutExpired:
+        raise NativeError("it does not end: somebody waits for what never comes") from None
+    said = (run.stdout + run.stderr).strip().splitlines() or ["it crashed"]
+    if run.returncode:
+        raise NativeError(said[-1])
+    return said[-1]
+
+
 def launches_for_cpu(text: str) -> str:
     """`kernel<T><<<grid, block, shared, stream>>>(a, b);` as a call, and dynamic shared memory as an array."""
     text = text.replace("extern __shared__", "extern")
@@ -93,9 +119,8 @@ def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
     digest = hashlib.sha256(repr((torch.__version__, command, flags, texts)).encode())
     for path in sorted({*NATIVE.iterdir(), *EMULATOR.glob("*.h")}):
         digest.update(path.read_bytes())
-    # Beside the extensions; SIX_ENGINES_BUILD moves both.
-    folder = Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions")) / f"lab-{digest.hexdigest()[:16]}"
-    library = folder.resolve() / "judged.so"
+    folder = _build_folder(digest.hexdigest()[:16])
+    library = folder / "judged.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as sources:  # one's own: others may compile the same at this time
@@ -120,6 +145,11 @@ def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
         if hasattr(loaded, name):
             getattr(loaded, name).restype = ctypes.c_char_p
     return loaded
+
+
+def _build_folder(name: str) -> Path:
+    """A folder beside the extensions; SIX_ENGINES_BUILD moves both."""
+    return Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions")).resolve() / f"lab-{name}"
 
 
 def crash_line(log: list[str]) -> str:

@@ -44,10 +44,9 @@ def answers(lab: Lab) -> str:
         parts.append(f"```{language}\n{_definition(exercise)}\n```")
         parts.append("\n".join(f"* {hint}" for hint in exercise.hints))
         parts += [f"Slow in the starter: `{put}` instead of `{find}`." for find, put in exercise.slow]
-    mutation = load_mutations().get(lab.letter)
-    if mutation is not None:
+    for mutation in load_mutations().get(lab.letter, ()):
         parts.append(
-            f"## The bug\n\n`{mutation.file}`\n\n```\n{mutation.find.strip()}\n```\n\nbecomes\n\n```\n"
+            f"## A bug\n\n`{mutation.file}`\n\n```\n{mutation.find.strip()}\n```\n\nbecomes\n\n```\n"
             f"{mutation.put.strip() or '(nothing)'}\n```"
         )
     return "\n\n".join(parts) + "\n"

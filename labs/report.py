@@ -14,6 +14,10 @@ import torch
 
 from labs.exercises import LABS, ROOT, Exercise
 
+WHOLE_POINTS = 10  # that the whole stage costs if it is not right although each exercise is
+HUNG_POINTS = 50  # that a lab has at most whose whole stage never ends
+HUNG = "ran longer than"  # how the reason begins
+
 
 @dataclass
 class Mark:
@@ -58,7 +62,11 @@ class Report:
 
     @property
     def points(self) -> float:
-        return round(sum(mark.points for mark in self.marks), 1)
+        """Those of the exercises, less what the whole stage costs that is not right."""
+        earned = sum(mark.points for mark in self.marks)
+        if self.whole not in ("", "right"):
+            earned = min(earned - WHOLE_POINTS, HUNG_POINTS if self.whole.startswith(HUNG) else earned)
+        return round(max(earned, 0), 1)
 
     @property
     def max_points(self) -> int:
@@ -149,7 +157,12 @@ class Report:
                 lines.append(f"       -> {mark.reason}")
         lines += ["", f"  {'':4} {'total':{width}}  {f'{self.points}/{self.max_points}':>6}"]
         if self.whole:
-            lines.append(f"  the whole stage, all of it yours, on the tutor: {self.whole}")
+            costs = (
+                ""
+                if self.whole == "right"
+                else f" (it costs {round(sum(m.points for m in self.marks) - self.points, 1):g} points)"
+            )
+            lines.append(f"  the whole stage, all of it yours, on the tutor: {self.whole}{costs}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 

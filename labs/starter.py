@@ -52,9 +52,10 @@ def write_starter(
         AlreadyThere: there is a copy, and `force` is False; nothing was written.
     """
     missing = lab.exercises if missing is None else missing
-    files = sorted({exercise.path for exercise in lab.exercises if exercise.path.startswith("labs/")})
-    sources = [ROOT / folder for folder in [*lab.folders, *files]]
-    targets = [lab.copy_of(folder, work) for folder in [*lab.folders, *files]]
+    alone = [e for e in lab.exercises if not e.path.startswith(tuple(f"{folder}/" for folder in lab.folders))]
+    copies = {ROOT / folder: lab.copy_of(folder, work) for folder in lab.folders}
+    copies |= {exercise.reference: exercise.copy_in(work) for exercise in alone}
+    targets = list(copies.values())
     there = [target for target in targets if target.exists()]
     if there and not force:
         raise AlreadyThere(", ".join(str(target) for target in there))
@@ -63,7 +64,7 @@ def write_starter(
         kept = aside / target.relative_to(work)
         kept.parent.mkdir(parents=True, exist_ok=True)
         target.rename(kept)
-    for source, target in zip(sources, targets, strict=True):
+    for source, target in copies.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target, ignore=IGNORED)

@@ -17,7 +17,17 @@ from labs.exercises import Exercise, Lab
 
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
 NOT_STARTED = "not started"
-OWN = ("beyond", "models", "slow", "break_it", "variants", "csrc", "old", "__pycache__")  # folders that labs write
+OWN = (
+    "beyond",
+    "models",
+    "slow",
+    "mini",
+    "break_it",
+    "variants",
+    "csrc",
+    "old",
+    "__pycache__",
+)  # folders that labs write
 TAKES_OVER = ("sitecustomize.py", "usercustomize.py", "conftest.py", "pytest.ini")  # what Python or pytest would run
 
 

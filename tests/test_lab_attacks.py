@@ -24,7 +24,15 @@ from tests.test_labs import submission
 
 WRONG = {  # lab A with nothing right in it
     name: "return 0"
-    for name in ("generate_in_parts", "sample", "cut_off", "apply_penalties", "overlap", "generate", "_generate_one")
+    for name in (
+        "generate_in_parts",
+        "sample",
+        "append_and_attend",
+        "milliseconds",
+        "overlap",
+        "generate",
+        "_generate_one",
+    )
 }
 
 
@@ -79,7 +87,7 @@ def test_an_answer_that_kills_the_judge_and_speaks_for_it_earns_nothing(tmp_path
 
 @pytest.mark.slow
 def test_what_an_answer_changed_is_named_and_put_back_for_the_next_test(tmp_path):
-    exercise = exercise_of("A.4")
+    exercise = exercise_of("A.2")
     text = exercise.reference.read_text(encoding="utf-8")
     span = bodies.find(text, exercise.name, exercise.path)
     once = f"""
@@ -89,7 +97,7 @@ if not os.path.exists({str(tmp_path / "flag")!r}):
     torch.tensor = lambda *_, **__: torch.zeros(1)
 """
     right = textwrap.dedent(text[span.body_start : span.body_end])
-    mark = judged_without_audit("A.4", submission(tmp_path / "work", "a", apply_penalties=once + right))
+    mark = judged_without_audit("A.2", submission(tmp_path / "work", "a", sample=once + right))
     assert mark.reason == "not allowed: it changed torch.tensor" and mark.num_passed == mark.num_tests - 1
 
 

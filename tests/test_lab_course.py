@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from labs import batch, container, gradescope, pack, sandbox, starter, submit
+from labs import batch, container, gradescope, pack, sandbox, starter, student_repo, submit
 from labs.exercises import LABS, ROOT, exercise_of, load_labs
 from labs.grade import PUBLIC_TESTS, enter, grade, job_for, judge
 from labs.lateness import Policy, moment
@@ -149,6 +149,7 @@ def test_the_page_line_by_line_for_two_honest_students_a_late_one_a_broken_archi
             assert len(list((course / "submissions").iterdir())) == 5, "the malicious answer removed them"
 
     checks = {
+        "make student-repo": run,
         "make submit": lambda line: pack_all(line),
         "mkdir alice": run,
         "python -m labs.grade d --work alice": lambda line: (
@@ -368,3 +369,54 @@ def test_the_last_due_date_of_a_group_counts_and_no_due_date_means_no_lateness()
     assert gradescope.days_late(METADATA, Policy()) == 2
     assert gradescope.days_late(METADATA | {"users": [{"id": 5}, extended]}, Policy()) == 0
     assert gradescope.days_late(METADATA | {"assignment": {"due_date": None}}, Policy()) == 0
+
+
+# ---- the edition without answers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The edition that ends with lab D."""
+    folder = tmp_path_factory.mktemp("edition") / "course"
+    assert student_repo.main(["d", str(folder)]) == 0
+    return folder
+
+
+def test_no_file_of_an_edition_shows_an_exercise(tmp_path):
+    files = student_repo.write_edition("j", tmp_path)
+    shown = []
+    for path in (path for path in files if path.suffix not in (".safetensors", ".svg", ".png")):
+        text = (tmp_path / path).read_text(encoding="utf-8")
+        if path.suffix == ".ipynb":
+            text = "".join(line for cell in json.loads(text)["cells"] for line in cell["source"])
+        for exercise in student_repo.shown(text):
+            varied = exercise.path.startswith("labs/variants/") and path.name == "loop.py"  # it was made from this
+            if not varied and not exercise.slow:
+                shown.append((exercise.id, str(path)))
+    assert shown == []
+
+
+def test_an_edition_has_no_later_stage_no_answers_and_no_link_to_them(edition):
+    names = {str(path.relative_to(edition)) for path in edition.rglob("*")}
+    assert {"stage_d_paged/batch.py", "labs/lab_d.md", "labs/tests/test_lab_d.py", "notebooks/d_paged.ipynb"} < names
+    forbidden = "stage_[ef]|beyond|^tests/|interview|lab_[e-p]|pack|templates|mutations|instructors|\\.git$"
+    assert [name for name in names if re.search(forbidden, name)] == []
+    page = (edition / "stage_d_paged" / "README.md").read_text()
+    assert "# you write this: D.3" in page and "stage_e_batching" not in re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    notebook = json.loads((edition / "notebooks" / "d_paged.ipynb").read_text())
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+
+
+def test_the_labs_of_an_edition_are_graded_with_the_learners_other_answers(edition):
+    def make(goal: str) -> str:
+        line = ["make", goal, "VENV=", f"PYTHON={sys.executable}", "ONLY=D.2,D.3,D.11"]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        return subprocess.run(line, cwd=edition, env=environment, capture_output=True, text=True).stdout
+
+    assert "D.2" in make("lab-d")
+    work = edition / "labs" / "work"
+    shutil.rmtree(work / "stage_d_paged")
+    starter.write_starter(LAB, work, force=True, missing=[exercise_of("D.2")])
+    table = make("grade-d")
+    assert re.search(r"D\.2 .* not started", table) and re.search(r"D\.3 .* passed", table), table
+    assert "this edition has no broken engine" in table

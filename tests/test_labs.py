@@ -22,7 +22,7 @@ from labs.exercises import LABS, ROOT, all_exercises, exercise_of, load_labs
 from labs.grade import PUBLIC_TESTS, enter, job_for
 from labs.mutants import load_mutations
 from labs.recorder import expected_and_got
-from labs.report import Mark, Report
+from labs.report import HUNG, Mark, Report
 from labs.submission import intruders, read_answer
 
 LETTERS = list(load_labs())
@@ -37,8 +37,11 @@ def test_there_are_enough_exercises_and_every_lab_adds_up_to_100_points():
     assert len(all_exercises()) >= 22
     for lab in load_labs().values():
         assert len(lab.exercises) >= 3 and lab.points == 100, lab.letter
-        assert (lab.exercises[-1].is_break_it) == (lab.letter in "defgj")
+        assert any(exercise.is_break_it for exercise in lab.exercises) == (lab.letter in "defgj")
         assert all(bool(exercise.slow) == (lab.letter == "p") for exercise in lab.exercises)
+        share = sum(exercise.minutes for exercise in lab.exercises) / lab.points
+        odd = [e.id for e in lab.exercises if not 0.58 < e.points * share / e.minutes < 1.75]
+        assert odd == [], f"points and minutes of {odd} do not agree"
     assert any(exercise.path.endswith((".cu", ".cuh")) for exercise in load_labs()["c"].exercises)
 
 
@@ -83,8 +86,8 @@ def test_no_function_of_an_exercise_needs_its_class_by_super():
 
 @pytest.mark.parametrize("letter", load_mutations())
 def test_a_mutation_applies(letter, tmp_path):
-    mutation = load_mutations()[letter]
-    assert mutation.apply((ROOT / mutation.file).read_text()) != (ROOT / mutation.file).read_text()
+    for mutation in load_mutations()[letter]:
+        assert mutation.apply((ROOT / mutation.file).read_text()) != (ROOT / mutation.file).read_text()
     mutation.write(tmp_path, broken=True)
     assert not (tmp_path / mutation.file).exists(), "a test that reads the source must find none"
 
@@ -196,9 +199,11 @@ def judge(keys: list[tuple[str, Path]]) -> list[Mark]:
 @pytest.mark.parametrize(
     ("letter", "is_whole"),
     [
-        *((letter, True) for letter in LETTERS if letter != "c"),
-        pytest.param("c", False, marks=pytest.mark.compiler),  # each answer is compiled for the CPU
-        pytest.param("c", True, marks=[pytest.mark.compiler, pytest.mark.slow]),
+        *((letter, False) for letter in "ai"),  # the quick ones, and of each exercise one answer
+        *(
+            pytest.param(letter, True, marks=[pytest.mark.slow, *[pytest.mark.compiler] * (letter in "cf")])
+            for letter in LETTERS
+        ),
     ],
 )
 def test_reference_and_other_answers_get_what_they_deserve(letter, is_whole, tmp_path):
@@ -462,21 +467,21 @@ def test_a_reason_names_the_line_of_the_learners_where_it_came_to_light(tmp_path
     assert recorder.reason_of(caught.value, tmp_path) == "ZeroDivisionError: division by zero (a.py:2)"
 
 
-def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(done):
+def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(tmp_path):
+    starter.write_starter(load_labs()["d"], tmp_path, missing=[])
     program = """
 from labs import judge
 from labs.exercises import exercise_of
 from labs.submission import read_answer
-from stage_a_naive import sampling
-from stage_a_naive.contract import penalties
-reference = sampling.apply_penalties
-judge.install(read_answer(exercise_of("A.4"), judge.Path(sys.argv[1])))
-assert sampling.apply_penalties is penalties.apply_penalties is not reference
-print(penalties.apply_penalties.__code__.co_filename)
+from stage_d_paged import layers, model
+reference = layers.rotate
+judge.install(read_answer(exercise_of("D.1"), judge.Path(sys.argv[1])))
+assert model.rotate is layers.rotate is not reference
+print(model.rotate.__code__.co_filename)
 """
-    command = [sys.executable, "-c", f"import sys\n{program}", str(done)]  # its own process: it changes modules
+    command = [sys.executable, "-c", f"import sys\n{program}", str(tmp_path)]  # its own process: it changes modules
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.strip() == str(done / "stage_a_naive" / "contract" / "penalties.py")
+    assert said.strip() == str(tmp_path / "stage_d_paged" / "layers.py")
 
 
 def test_hints_come_one_after_another(tmp_path):
@@ -487,6 +492,12 @@ def test_hints_come_one_after_another(tmp_path):
     assert found == list(exercise.hints)
     with pytest.raises(ValueError, match="no exercise 'D.99'"):
         hint.next_hints("D.99", tmp_path)
+
+
+def test_a_stage_that_is_not_right_costs_ten_points_and_one_that_never_ends_half_of_the_lab():
+    marks = [Mark("A.1", "one", 100, state="passed")]
+    points = [Report("a", "title", marks, whole).points for whole in ("", "right", "wrong tokens", f"{HUNG} 120 s")]
+    assert points == [100, 100, 90, 50]
 
 
 @pytest.mark.slow
@@ -753,19 +764,33 @@ def test_every_written_question_has_a_model_answer():
     assert not answers
 
 
+def test_the_pack_has_answers_rubrics_and_hidden_tests(tmp_path):
+    written = {path.name for path in pack.write_pack(tmp_path)}
+    assert written >= {
+        "policies.md",
+        *(f"{x}_{y}.{z}" for y in LETTERS for x, z in (("rubric", "md"), ("test_lab", "py"))),
+    }
+    assert "def allocate" in (tmp_path / "answers_d.md").read_text()
+
+
 @pytest.mark.slow
-def test_the_pack_has_answers_rubrics_and_hidden_tests_that_the_reference_passes(tmp_path, monkeypatch):
-    written = pack.write_pack(tmp_path / "pack")
-    assert {path.name for path in written} >= {"policies.md", "answers_d.md", "rubric_d.md", "test_lab_e.py"}
-    assert "def allocate" in (tmp_path / "pack" / "answers_d.md").read_text()
+@pytest.mark.compiler
+def test_the_reference_passes_the_hidden_tests_of_every_lab(tmp_path, monkeypatch):
+    pack.write_pack(tmp_path / "pack")
     monkeypatch.setenv("SIX_ENGINES_LAB_SEED", "12345")
     hidden = tmp_path / "pack" / "hidden"
-    keys = {"a": "A.5", "d": "D.2", "e": "E.9", "f": "F.1"}
-    jobs = []
-    for letter, key in keys.items():
+    hidden_of = {
+        exercise.id: [test for test in exercise.tests if f"class {test.split('::')[1]}:" in text]
+        for lab in load_labs().values()
+        for text in [(hidden / f"test_lab_{lab.letter}.py").read_text()]
+        for exercise in lab.exercises
+    }
+    keys = [key for key, tests in hidden_of.items() if tests]
+    assert {key[0].lower() for key in keys} == {*load_labs()}, "each lab has hidden tests"
+    for letter in load_labs():
         starter.write_starter(load_labs()[letter], tmp_path / letter, missing=[])
-        jobs.append(job_for(key, tmp_path / letter, [hidden]))
-    for lines, key in zip(grade.judge(jobs), keys.values(), strict=True):
+    jobs = [job_for(key, tmp_path / key[0].lower(), [hidden]) for key in keys]
+    for lines, key in zip(grade.judge(jobs), keys, strict=True):
         mark = Mark(key, "", 1)
         enter(lines, mark)
         assert mark.state == "passed" and mark.num_tests >= 1, mark

@@ -21,13 +21,11 @@ from labs.tests.support import (
     one_hot,
     request_of,
 )
-from labs.variants import parts
-from stage_a_naive import chat, loop, sampling
+from labs.variants import append, parts, timed
+from stage_a_naive import cache, chat, loop, sampling
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
-from stage_a_naive.contract import filters, penalties, stop_strings
+from stage_a_naive.contract import stop_strings
 from stage_a_naive.contract.params import SamplingParams
-
-NEG = -math.inf
 
 
 class TestVariant:
@@ -112,97 +110,61 @@ class TestSample:
         assert ids == [1] * 21, f"top_k=1 leaves only the likeliest, token 1: filter before the noise; got {ids}"
 
 
-class TestCutOff:
-    def cut_off(self, distance: list[int], **params: float) -> int:
-        row = torch.tensor(distance, dtype=torch.int32)
-        found = filters.cut_off(row, SamplingParams(**params))
-        assert row.tolist() == distance, (
-            f"the distances that were given must not be changed; they became {row.tolist()}"
+class TestAppend:
+    """Keys and values of several tokens at once, behind those that are there."""
+
+    def run(self, x: torch.Tensor, ends: list[int], spare: int) -> tuple[torch.Tensor, list[int]]:
+        """What tokens get that come in parts, and how many rows of keys and values were computed in each."""
+        keys, values = torch.full((2, len(x) + spare, cache.HEAD_DIM), math.nan)  # what is not filled may be anything
+        cache.rows.clear()
+        parts = zip([0, *ends], [*ends, len(x)], strict=True)
+        outputs = [append.append_and_attend(x[i:j], keys, values, i) for i, j in parts]
+        rows = list(cache.rows)
+        assert keys[: len(x)].allclose(x @ cache.TO_KEY, atol=1e-5), "keys of all tokens, in their order, are stored"
+        assert values[: len(x)].allclose(x @ cache.TO_VALUE, atol=1e-5), "values too"
+        assert keys[len(x) :].isnan().all(), "the rows behind the last token are left alone"
+        return torch.cat(outputs), rows
+
+    @pytest.mark.parametrize("ends", [[], [1], [7], [3, 4], list(range(1, 8))], ids=str)
+    @pytest.mark.parametrize("spare", [0, 3])
+    def test_each_token_attends_to_all_before_it_and_to_itself(self, ends: list[int], spare: int):
+        x = torch.randn(8, cache.HEAD_DIM)
+        found, rows = self.run(x, ends, spare)
+        scores = (x @ cache.TO_QUERY) @ (x @ cache.TO_KEY).T / cache.HEAD_DIM**0.5
+        causal = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf)
+        expected = causal.softmax(-1) @ (x @ cache.TO_VALUE)
+        wrong = [i for i in range(8) if not torch.allclose(found[i], expected[i], atol=1e-5)]
+        assert wrong == [], f"parts end at {ends}: tokens {wrong} are wrong"
+        assert sum(rows) == 16, f"8 tokens are 16 rows of keys and values, each computed once; got {sum(rows)}"
+
+
+class TestTimed:
+    """A device whose work takes known times, and a clock that only moves while somebody waits for it."""
+
+    def run(self, durations: list[float], before: float = 0.0) -> tuple[float, int]:
+        clock, queue, left = [100.0], [before], list(durations)
+
+        def now() -> float:
+            clock[0] += sum(queue)
+            queue.clear()
+            return clock[0]
+
+        found = timed.milliseconds(lambda: queue.append(left.pop(0)), now, len(durations) - 1)
+        return found, len(left)
+
+    @pytest.mark.parametrize(
+        ("durations", "median"), [([9, 1, 2, 30], 2), ([0.9, 0.003, 0.005, 0.004, 0.04], 0.0045), ([5, 7], 7)], ids=str
+    )
+    def test_it_is_the_median_of_all_calls_but_the_first(self, durations: list[float], median: float):
+        found, left = self.run(durations)
+        assert left == 0, f"{len(durations) - 1} calls are counted and one comes first, {left} did not run"
+        assert found == pytest.approx(1000 * median), (
+            f"calls of {durations} s: expected {1000 * median} ms, got {found}"
         )
-        return int(found)
 
-    def kept(self, probs: list[float], **params: float) -> list[int]:
-        """The tokens that `filter_logits` leaves of a distribution."""
-        out = filters.filter_logits(torch.tensor(probs).log(), SamplingParams(**params))
-        return [i for i, value in enumerate(out.tolist()) if value > NEG]
-
-    def test_top_k_is_the_kth_nearest_distance(self):
-        assert self.cut_off([30, 0, 10, 20], top_k=2) == 10, "top_k=2 keeps the distances 0 and 10"
-        assert self.cut_off([10, 0, 10, 10], top_k=2) == 10, "the second is one of three equals, which all stay"
-        assert self.cut_off([0, 30, 10], top_k=50, min_p=1e-3) == 30, "top_k above the vocabulary keeps all"
-        assert self.cut_off([0, 30, 10], top_k=0, min_p=1e-3) == 30, "top_k=0 is off"
-
-    def test_top_p_keeps_the_smallest_set_that_reaches_p(self):
-        probs = [0.5, 0.3, 0.15, 0.05]
-        assert self.kept(probs, top_p=0.7) == [0, 1], "0.5 does not reach 0.7, 0.5 + 0.3 does"
-        assert self.kept(probs, top_p=0.01) == [0], "one token always stays"
-        assert self.kept(probs, top_p=5e-324) == [0], "the likeliest stays also where float32 rounds top_p to 0"
-        assert self.kept([0.05, 0.5, 0.15, 0.3], top_p=0.7) == [1, 3], "tokens are kept by distance, wherever they are"
-
-    def test_top_p_stops_where_the_sum_of_the_weights_is_reached_exactly(self):
-        half = next(d for d in range(23258000, 23259000) if int(filters.weights(torch.tensor(d))) == 2**39)
-        found = self.cut_off([half, 0, half], top_p=0.5)
-        assert found == 0, f"of weights 2**40, 2**39, 2**39 the first is half of the sum: 0 expected, got {found}"
-        found = self.cut_off([half, 0, half], top_p=0.5001)
-        assert found == half, f"slightly more than half needs the next, and its equal: {half} expected, got {found}"
-
-    def test_min_p_keeps_what_is_likely_beside_the_likeliest(self):
-        probs = [0.6, 0.3, 0.07, 0.03]
-        assert self.kept(probs, min_p=0.2) == [0, 1], "0.07 is less than 0.2 times 0.6"
-        assert self.kept(probs, min_p=0.4) == [0, 1], "0.3 is more than 0.4 times 0.6, the likeliest's probability"
-
-    def test_of_several_filters_the_narrowest_counts(self):
-        probs = [0.6, 0.3, 0.07, 0.03]
-        for narrow in ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.9}):
-            kept = self.kept(probs, **{"top_k": 3, "top_p": 0.95, "min_p": 0.01} | narrow)
-            assert kept == [0], f"{narrow} keeps the likeliest alone, whatever the others keep; got {kept}"
-
-    def test_top_k_comes_before_top_p(self):
-        kept = self.kept([0.4, 0.3, 0.2, 0.1], top_k=2, top_p=0.5)
-        assert kept == [0], f"of the two that top_k keeps, the first has 0.4 / 0.7 > 0.5: expected [0], got {kept}"
-
-    def test_thousands_of_tokens_are_cut_where_integers_add_up_to_the_share(self):
-        torch.manual_seed(0)
-        for p in (0.1, 0.5, 0.9, 0.99):
-            distance = filters.distances(torch.randn(5000).mul(2).clamp(max=4) - 4)
-            distance[0] = 0
-            weights, total = sorted(filters.weights(distance).tolist(), reverse=True), 0
-            wanted = max(1, int(float(sum(weights)) * float(torch.tensor(p))))
-            count = next(i for i, weight in enumerate(weights, 1) if (total := total + weight) >= wanted)
-            expected = int(distance.sort().values[count - 1])
-            found = self.cut_off(distance.tolist(), top_p=p)
-            assert found == expected, f"top_p={p} of 5000 tokens keeps up to distance {expected}, got {found}"
-
-
-class TestPenalties:
-    def penalised(self, logits: list[float], prompt: list[int], output: list[int], **params: float) -> list[float]:
-        rows = torch.tensor([logits])
-        out = penalties.apply_penalties(rows, [SamplingParams(**params)], [prompt], [output])
-        assert rows.tolist() == [logits], "the logits that were given must not be changed"
-        return out[0].tolist()
-
-    def test_repetition_makes_seen_tokens_less_likely_whatever_their_sign(self):
-        out = self.penalised([2.0, -2.0, 2.0, -2.0], [0, 1], [], repetition_penalty=2.0)
-        assert out == [1.0, -4.0, 2.0, -2.0], f"expected [1, -4, 2, -2], got {out}"
-
-    def test_repetition_counts_prompt_and_output_once(self):
-        out = self.penalised([4.0, 4.0, 4.0], [0, 0, 1], [1, 1], repetition_penalty=2.0)
-        assert out == [2.0, 2.0, 4.0], f"a token is penalised once however often it was seen, got {out}"
-
-    def test_presence_once_and_frequency_every_time_of_the_output_alone(self):
-        out = self.penalised([1.0, 1.0, 1.0], [2], [0, 0, 0, 1], presence_penalty=0.5, frequency_penalty=0.25)
-        assert out == [1 - 0.5 - 0.75, 1 - 0.5 - 0.25, 1.0], f"expected [-0.25, 0.25, 1.0], got {out}"
-
-    def test_the_repetition_penalty_comes_first(self):
-        out = self.penalised([2.0, 1.0], [], [0], repetition_penalty=2.0, presence_penalty=0.5)
-        assert out == [0.5, 1.0], f"first divide, then subtract: 2 / 2 - 0.5 = 0.5, got {out}"
-
-    def test_rows_are_independent_and_the_logits_given_stay_as_they_are(self):
-        logits = torch.ones(2, 3)
-        params = [SamplingParams(), SamplingParams(presence_penalty=1.0)]
-        out = penalties.apply_penalties(logits, params, [[0], [0]], [[1], [1]])
-        assert out.tolist() == [[1, 1, 1], [1, 0, 1]], f"only the second row asks, got {out.tolist()}"
-        assert logits.tolist() == [[1, 1, 1]] * 2, f"the logits given were changed to {logits.tolist()}"
+    def test_what_was_launched_before_is_not_counted(self):
+        found, _ = self.run([1, 2], before=50)
+        assert found == pytest.approx(2000), f"50 s of older work are nobody's: expected 2000 ms, got {found}"
 
 
 class TestOverlap:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +15,6 @@ import stage_d_paged.attention.reference as reference
 import stage_d_paged.attention.triton_decode as triton_decode
 import stage_d_paged.attention.triton_store as triton_store
 import stage_d_paged.llm as stage
-from labs.exercises import WORK, load_labs
-from labs.judge import WORK_VARIABLE
 from labs.mutants import assert_catches
 from labs.tests.support import check_whole_stage, completion_of, student_random
 from labs.variants import shared_prefix
@@ -328,7 +324,7 @@ class TestStoreKernel:
 
     def test_tokens_need_not_lie_side_by_side(self):
         qkv = torch.randn(3, 6, 4)  # [tokens, heads + 2 kv_heads, head_dim]: keys and values are views into it
-        key, value = qkv[:, 2:4], qkv[:, 4:]
+        key, value = qkv[:, 2:4], torch.randn(3, 9, 4)[:, 4:6]
         k_cache, v_cache = torch.zeros(2, 2, 2, 4), torch.zeros(2, 2, 2, 4)
         triton_store.store(key, value, k_cache, v_cache, torch.tensor([1, 3, 0]))
         assert torch.equal(k_cache.view(4, 2, 4)[[1, 3, 0]], key), "use key_stride from one token to the next"
@@ -575,9 +571,13 @@ class TestDecoderLayer:
 class TestPoolSize:
     def blocks(self, monkeypatch, *, total: int, free: int, before: int, peak: int, utilization: float) -> int:
         """`cuda_num_blocks` on a card of which the counts are these, in blocks of 10 bytes."""
-        state = {"peak": before + 5_000}  # of something earlier: it must be reset
+        state = {"peak": before + 5_000, "running": 0}  # a peak of something earlier: it must be reset
+
+        def synchronize(device=None) -> None:
+            state.update(peak=max(state["peak"], state["running"]), running=0)
+
         fakes = {
-            "synchronize": lambda device=None: None,
+            "synchronize": synchronize,
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device=None: state.update(peak=before),
             "memory_allocated": lambda device=None: before,
@@ -586,7 +586,7 @@ class TestPoolSize:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        return kv_cache.cuda_num_blocks(10, utilization, CPU, lambda: state.update(peak=peak))
+        return kv_cache.cuda_num_blocks(10, utilization, CPU, lambda: state.update(running=peak))
 
     def test_what_the_weights_and_the_largest_step_leave_of_the_share(self, monkeypatch):
         found = self.blocks(monkeypatch, total=10_000, free=9_000, before=1_000, peak=1_600, utilization=0.9)
@@ -603,9 +603,7 @@ class TestPoolSize:
 
 class TestBreakIt:
     def test_the_learners_test_tells_the_broken_engine_from_the_reference(self):
-        exercise = load_labs()["d"].exercises[-1]
-        work = Path(os.environ.get(WORK_VARIABLE, WORK))
-        assert_catches(exercise, work)
+        assert_catches("d")
 
 
 class TestWholeStage:

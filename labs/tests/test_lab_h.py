@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import beyond.quantization.formats as formats
-from beyond.quantization import LLM, products
+from beyond.quantization import LLM, product_kernels, products
 from beyond.quantization.attention.reference import QuantizedReferenceAttention
 from beyond.quantization.formats import Quantized
 from stage_a_naive.sampling import SamplingParams
@@ -116,6 +116,11 @@ class TestStore:
 
 
 class TestInnerLoop:
+    @pytest.fixture(autouse=True)
+    def alone(self, monkeypatch):
+        """Without the same product in slices, which is given."""
+        monkeypatch.setattr(product_kernels, "sliced_product", None)
+
     @pytest.mark.parametrize("group", [None, 128])
     @pytest.mark.parametrize(("tokens", "columns", "rows"), [(1, 256, 32), (5, 200, 40), (3, 40, 20)])
     def test_it_is_the_product_with_the_dequantised_matrix(self, tokens, columns, rows, group):

@@ -48,6 +48,7 @@ class TestFind:
             sequence.token_ids.append(2000 + token)
             drafter._find(sequence)
         assert positions.entered <= 5, f"{positions.entered} n-grams were entered for 5 new tokens"
+        assert sequence.memory.positions is positions, "the index of the last call is used again, and no new one made"
 
 
 class CountingDict(dict):

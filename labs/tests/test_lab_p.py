@@ -46,9 +46,20 @@ class TestWaits:
                 log.write(torch.tensor([token]))
         waits = count.operators["aten::_local_scalar_dense"]
         assert waits == 0, f"5 tokens: 0 reads on the host expected, each of which waits for the GPU; got {waits}"
+        assert not self.reads(reuse), "tolist() and numpy() read on the host too"
         log.send()
         found, following = log.receive(0), log.next_input.tolist()
         assert (found, following) == ([0, 1, 2, 3, 4], [[4]]), f"the log must still be right, got {found}, {following}"
+
+    def reads(self, reuse: bool) -> bool:
+        """Whether a number is read of a token that has none."""
+        nowhere = torch.device("meta")
+        log = token_log.TokenLog(16, nowhere, reuse=reuse, pinned=False)
+        try:
+            log.write(torch.tensor([1], device=nowhere))
+        except (NotImplementedError, RuntimeError, TypeError):
+            return True
+        return False
 
 
 class TestReplays:
@@ -91,6 +102,17 @@ class TestHashes:
         cached = manager.count_cached_tokens(twin)
         assert cached == 28, f"the twin finds its 7 full blocks: 28 tokens expected, got {cached}"
         assert len(hashed) <= 14, f"2 sequences of 7 full blocks are 14 hashes, got {len(hashed)}"
+
+    def test_a_block_that_fills_while_a_sequence_decodes_is_hashed_once(self, monkeypatch):
+        hashed, original = [], block_manager.block_key
+        monkeypatch.setattr(block_manager, "block_key", lambda *args: hashed.append(args) or original(*args))
+        manager, sequence = block_manager.BlockManager(20, 4), Sequence(completion_of(list(range(30))))
+        for token in range(20):  # to 50 tokens, 12 full blocks
+            assert manager.allocate(sequence, len(sequence))
+            sequence.num_computed_tokens = len(sequence)
+            manager.index_computed(sequence)
+            sequence.token_ids.append(token)
+        assert len(hashed) == 12, f"12 full blocks are 12 hashes, got {len(hashed)}"
 
 
 class TestOperators:

@@ -1,0 +1,232 @@
+"""Write a student edition of the course, without the answers: `make student-repo UPTO=d OUT=…`.
+
+    python -m labs.student_repo d ../course-d
+
+The edition ends with the stage of one lab. Every exercise's function is its starter there, and pages and notebooks say
+"you write this: D.3" where they would show it. Tests, hidden tests, model answers, the bugs of the break-it exercises,
+later stages and labs, outputs of notebooks and git's history are left out. In an edition the judge takes what the
+reference lacks from the learner's other answers (`labs.judge`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import textwrap
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from labs import bodies
+from labs.audit import STAGES
+from labs.exercises import ROOT, Exercise, all_exercises, load_labs
+from stage_a_naive.entrypoints.interrupts import run_command
+
+# Lab P is a slow copy of finished engines, so it is handed out as what `make lab-p` writes.
+LETTERS = [letter for letter in load_labs() if letter != "p"]
+PAGES = ["README.md", "README.zh-CN.md", "COURSE.md", "GLOSSARY.md", "bibliography.md", "debugging.md", "LICENSE"]
+TOPS = ["csrc", "labs", "benchmarks", "notebooks", "models", ".devcontainer", "Dockerfile", "Makefile", "doctor.py"]
+TOPS += ["CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *PAGES]
+LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "results", "history", "local", "mutations.toml"}
+FOR_TEACHERS = (
+    "instructors.md",
+    "pack.py",
+    "batch.py",
+    "container.py",
+    "gradescope.py",
+    "lateness.py",
+    "similarity.py",
+)
+TARGETS = [
+    "test test-fast test-all",
+    "test",
+    "test-fast",
+    "test-all",
+    "instructor-pack",
+    "student-repo",
+    "report",
+    "soak",
+    "loops",
+]
+TRIVIAL = 12  # characters, without spaces, that a line of code has at most if it says nothing about whose it is
+SHOWN = 0.6  # of an exercise's lines, in a piece of code that says what to write
+FENCED = re.compile(
+    r"(?:<!-- code: ([^\s:]+)(?:::(\S+))?(?: from .*?)? -->\n)?^```\w*\n(.*?)^```$(?:\n<!-- end of code -->)?",
+    re.DOTALL | re.MULTILINE,
+)
+LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()#\s]*)(#[^()\s]*)?\)")
+
+
+def code_lines(text: str) -> list[str]:
+    """The lines that can be told from others, without spaces and comments."""
+    lines = [re.sub(r"\s+|(#|//) .*", "", line) for line in text.splitlines()]
+    return [line for line in lines if len(line) > TRIVIAL]
+
+
+@cache
+def _lines_of(exercise: Exercise) -> list[str]:
+    source = exercise.reference.read_text(encoding="utf-8")
+    span = bodies.find(source, exercise.name, exercise.path)
+    return code_lines(source[span.body_start : span.body_end])
+
+
+def shown(text: str) -> list[Exercise]:
+    """The exercises that a text answers: it has most of the lines of the reference."""
+    there = set(code_lines(text))
+
+    def share(exercise: Exercise) -> float:
+        wanted = _lines_of(exercise)
+        return sum(line in there for line in wanted) / len(wanted) if wanted else 0.0
+
+    return [exercise for exercise in all_exercises() if share(exercise) >= SHOWN]
+
+
+def files_of(letter: str) -> list[Path]:
+    """The files of the edition that ends with a lab, relative to the repository."""
+    letters = LETTERS[: LETTERS.index(letter) + 1]
+    packages = [package for package in STAGES if package == "beyond" or package[6] in letters]
+    if letter in "abcdef":
+        packages.remove("beyond")
+    others = {exercise.path for exercise in all_exercises() if exercise.lab not in letters}
+    tops = [ROOT / top for top in [*packages, *TOPS]]
+    found = [path.relative_to(ROOT) for top in tops for path in sorted([top, *top.rglob("*")]) if path.is_file()]
+    kept = []
+    for file in found:
+        of_lab = re.fullmatch(r"(?:test_)?(?:lab|break)_(\w)\.\w+", file.name)
+        of_stage = next((part[6] for part in file.parts if re.fullmatch(r"stage_[a-f]", part)), "a")
+        is_later = file.parts[0] == "notebooks" and file.suffix == ".ipynb" and f"stage_{file.stem}" not in packages
+        is_later = is_later and "beyond" not in packages
+        is_later |= of_stage not in letters or (of_lab is not None and of_lab[1] not in letters)
+        is_later |= str(file) in others and file.parts[0] == "labs"
+        is_later |= file.parts[0] == "labs" and file.name in (*FOR_TEACHERS, "student_repo.py")
+        if not (is_later or LEFT_OUT.intersection(file.parts)):
+            kept.append(file)
+    return _closed(kept)
+
+
+def _closed(files: list[Path]) -> list[Path]:
+    """Those of the files whose imports are there: a measurement of a later stage is not for this edition."""
+    modules = {file: _imports(file) for file in files if file.suffix == ".py"}
+    while True:
+        there = set(files)
+        left = [file for file in files if all(map(there.__contains__, modules.get(file, ())))]
+        if len(left) == len(files):
+            return files
+        files = left
+
+
+def _imports(file: Path) -> set[Path]:
+    """The files of this repository that a Python file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            path = Path(*name.split("."))
+            found |= {p for p in (path.with_suffix(".py"), path / "__init__.py") if (ROOT / p).is_file()}
+    return found
+
+
+def without_answers(file: Path, files: set[Path]) -> bytes:
+    """What the edition has of a file."""
+    data = (ROOT / file).read_bytes()
+    exercises = [exercise for exercise in all_exercises() if exercise.path == str(file) and not exercise.slow]
+    if exercises:
+        text = data.decode()
+        for exercise in exercises:
+            text = exercise.starter_text(text)
+        return text.encode()
+    if file.suffix == ".md":
+        return _with_links_to(files, file, FENCED.sub(_unless_answer, data.decode())).encode()
+    if file.suffix == ".ipynb":
+        return _notebook(json.loads(data)).encode()
+    if file == Path("labs/exercises.toml"):
+        return _list(data.decode(), files).encode()
+    if file == Path("Makefile"):
+        rules = "|".join(map(re.escape, TARGETS))
+        return re.sub(rf"^(?:{rules}):.*\n(?:\t.*\n)*", "", data.decode(), flags=re.MULTILINE).encode()
+    return data
+
+
+def _unless_answer(block: re.Match[str]) -> str:
+    """A page's block of code, or in its place what there is to write."""
+    path, name, code = block.groups()
+    named = (exercise for exercise in all_exercises() if (exercise.path, exercise.name) == (path, name))
+    exercise = next(chain(named, shown(code)), None)
+    if exercise is None:
+        return block[0]
+    text = exercise.reference.read_text(encoding="utf-8")
+    span = bodies.find(text, exercise.name, exercise.path)
+    head = textwrap.dedent(text[span.start : span.body_start])
+    if exercise.is_python:
+        return f"```python\n{head}    # you write this: {exercise.id}\n```"
+    return f"```cpp\n{head}\n    // you write this: {exercise.id}\n}}\n```"
+
+
+def _with_links_to(files: set[Path], page: Path, text: str) -> str:
+    """A page whose links to what the edition lacks are plain words."""
+    there = files | {parent for file in files for parent in file.parents}
+
+    def plain(link: re.Match[str]) -> str:
+        image, words, target, _ = link.groups()
+        found = (ROOT / page.parent / target).resolve()
+        if not target or re.match(r"\w+:", target) or (found.is_relative_to(ROOT) and found.relative_to(ROOT) in there):
+            return link[0]
+        return "" if image else words
+
+    return LINK.sub(plain, text)
+
+
+def _notebook(notebook: dict) -> str:
+    """A notebook without outputs, and without cells that show an answer."""
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+            for exercise in shown("".join(cell["source"])):
+                cell["source"] = [f"# you write this: {exercise.id}"]
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def _list(text: str, files: set[Path]) -> str:
+    """The list of exercises, of the edition's labs alone."""
+    head, *parts = re.split(r"^(?=\[\w\]$)", text.partition("# Spoilers!")[0], flags=re.MULTILINE)
+    return head + "".join(part for part in parts if Path(f"labs/lab_{part[1]}.md") in files)
+
+
+def write_edition(letter: str, out: Path) -> list[Path]:
+    """Write the edition that ends with a lab; returns its files.
+
+    Raises:
+        FileExistsError: there is something at `out`.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty; choose a new folder: OUT=…")
+    files = files_of(letter)
+    for file in files:
+        target = out / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(without_answers(file, set(files)))
+        target.chmod((ROOT / file).stat().st_mode)
+    return files
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m labs.student_repo", description=__doc__.splitlines()[0])
+    parser.add_argument("upto", choices=LETTERS, help="the last lab of the edition")
+    parser.add_argument("out", type=Path, help="a new folder")
+    args = parser.parse_args(argv)
+    try:
+        files = write_edition(args.upto, args.out)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(files)} files in {args.out}; `make lab-{args.upto}` works there")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
