@@ -174,7 +174,8 @@ lab: $(call WITH,notebooks) ## open the notebooks in JupyterLab (ARGS= goes to i
 site: $(call WITH,site) ## the course as a website, into build/website/site (ARGS="--repository URL": links to code lead there)
 	@$(PY) -m website.build $(ARGS)
 
-# The markers of numbers, tables and code are comments, and Marp would take them for notes of the speaker.
+# Marp would take the markers of numbers, tables and code for notes of the speaker. Lines of code that are too wide for
+# a slide lose the comment at their end.
 MARP := @marp-team/marp-cli@4.5.1
 WEEK ?= ?
 CHROME_PATH ?= $(firstword $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name) 2>/dev/null)))
@@ -183,7 +184,7 @@ slides: ## the lectures as PDF, into build/slides (WEEK=3: one; needs Node.js an
 	@test -n "$(CHROME_PATH)" || { echo "error: no Chromium or Google Chrome is found: install one, or say where: make slides CHROME_PATH=/path/to/chrome" >&2; exit 1; }
 	@mkdir -p build/slides
 	@for deck in slides/week$(WEEK).md; do \
-	  sed -E 's/<!--=[^>]*-->//g; /^<!-- (code: .*|end of code|\/?[a-z:_-]+) -->$$/d; s#\]\(\.\./#](../../#g' $$deck >build/$$deck || exit 1; done
+	  sed -E 's/<!--=[^>]*-->//g; /.{77}/ s/  # .*//; /^<!-- (code: .*|end of code|\/?[a-z:_-]+) -->$$/d; s#\]\(\.\./#](../../#g' $$deck >build/$$deck || exit 1; done
 	@CHROME_PATH="$(CHROME_PATH)" npx --yes $(MARP) --no-stdin --pdf --allow-local-files --theme-set slides/theme.css $(ARGS) -- build/slides/week$(WEEK).md
 
 soak: $(call WITH,dev) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
