@@ -175,7 +175,7 @@ site: $(call WITH,site) ## the course as a website, into build/website/site (ARG
 	@$(PY) -m website.build $(ARGS)
 
 # Marp would take the markers of numbers, tables and code for notes of the speaker. Lines of code that are too wide for
-# a slide lose the comment at their end.
+# a slide lose the comment at their end, and links to files, which a PDF cannot follow elsewhere, become words.
 MARP := @marp-team/marp-cli@4.5.1
 WEEK ?= ?
 CHROME_PATH ?= $(firstword $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name) 2>/dev/null)))
@@ -184,7 +184,7 @@ slides: ## the lectures as PDF, into build/slides (WEEK=3: one; needs Node.js an
 	@test -n "$(CHROME_PATH)" || { echo "error: no Chromium or Google Chrome is found: install one, or say where: make slides CHROME_PATH=/path/to/chrome" >&2; exit 1; }
 	@mkdir -p build/slides
 	@for deck in slides/week$(WEEK).md; do \
-	  sed -E 's/<!--=[^>]*-->//g; /.{77}/ s/  # .*//; /^<!-- (code: .*|end of code|\/?[a-z:_-]+) -->$$/d; s#\]\(\.\./#](../../#g' $$deck >build/$$deck || exit 1; done
+	  sed -E 's/<!--=[^>]*-->//g; /.{77}/ s/  # .*//; /^<!-- (code: .*|end of code|\/?[a-z:_-]+) -->$$/d; s#([^!])\[([^]]*)\]\(\.\./[^)]*\)#\1\2#g; s#\]\(\.\./#](../../#g' $$deck >build/$$deck || exit 1; done
 	@CHROME_PATH="$(CHROME_PATH)" npx --yes $(MARP) --no-stdin --pdf --allow-local-files --theme-set slides/theme.css $(ARGS) -- build/slides/week$(WEEK).md
 
 soak: $(call WITH,dev) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
