@@ -67,7 +67,7 @@ INSTALL = { \
 
 .DEFAULT_GOAL := help
 .PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack student-repo loops ext test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
-  notebooks lab site clean
+  notebooks lab site slides clean
 
 help: ## print this list
 	@echo "Targets (VENV=$(VENV), PYTHON=$(PYTHON)):"
@@ -178,6 +178,19 @@ lab: $(call WITH,notebooks) ## open the notebooks in JupyterLab (ARGS= goes to i
 
 site: $(call WITH,site) ## the course as a website, into build/website/site (ARGS="--repository URL": links to code lead there)
 	@$(PY) -m website.build $(ARGS)
+
+# Marp would take the markers of numbers, tables and code for notes of the speaker. Lines of code that are too wide for
+# a slide lose the comment at their end, and links to files, which a PDF cannot follow elsewhere, become words.
+MARP := @marp-team/marp-cli@4.5.1
+WEEK ?= ?
+CHROME_PATH ?= $(firstword $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name) 2>/dev/null)))
+slides: ## the lectures as PDF, into build/slides (WEEK=3: one; needs Node.js and Chromium; ARGS=--pdf-notes)
+	@command -v npx >/dev/null || { echo "error: there is no npx: install Node.js 18 or newer" >&2; exit 1; }
+	@test -n "$(CHROME_PATH)" || { echo "error: no Chromium or Google Chrome is found: install one, or say where: make slides CHROME_PATH=/path/to/chrome" >&2; exit 1; }
+	@mkdir -p build/slides
+	@for deck in slides/week$(WEEK).md; do \
+	  sed -E 's/<!--=[^>]*-->//g; /.{77}/ s/  # .*//; /^<!-- (code: .*|end of code|\/?[a-z:_-]+) -->$$/d; s#([^!])\[([^]]*)\]\(\.\./[^)]*\)#\1\2#g; s#\]\(\.\./#](../../#g' $$deck >build/$$deck || exit 1; done
+	@CHROME_PATH="$(CHROME_PATH)" npx --yes $(MARP) --no-stdin --pdf --allow-local-files --theme-set slides/theme.css $(ARGS) -- build/slides/week$(WEEK).md
 
 soak: $(call WITH,dev) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
 	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)

@@ -109,7 +109,7 @@ def readmes(root: Path) -> list[Path]:
     """Every README that may have markers."""
     names = ("README.md", "README.zh-CN.md", "interview.md", "debugging.md")
     front = [root / name for name in names if (root / name).is_file()]
-    rooms = ("benchmarks/**", "stage_*/**", "beyond/**", "labs")
+    rooms = ("benchmarks/**", "stage_*/**", "beyond/**", "labs", "slides")
     return front + sorted(file for room in rooms for file in root.glob(f"{room}/*.md"))
 
 

@@ -41,7 +41,7 @@ try:
     import pytest, torch, transformers, triton, xxhash
     assert int(transformers.__version__.split(".")[0]) >= 5
 except (ImportError, AssertionError):
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", ".", "pytest"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", ".[labs]"], check=True)
 
 from labs.notebook import answer, grade, hint, run, start
 
