@@ -27,9 +27,18 @@ from stage_a_naive.entrypoints.interrupts import run_command
 
 # Lab P is a slow copy of finished engines, so it is handed out as what `make lab-p` writes.
 LETTERS = [letter for letter in load_labs() if letter != "p"]
-PAGES = ["README.md", "README.zh-CN.md", "COURSE.md", "GLOSSARY.md", "bibliography.md", "debugging.md", "LICENSE"]
+PAGES = [
+    "README.md",
+    "README.zh-CN.md",
+    "COURSE.md",
+    "GLOSSARY.md",
+    "bibliography.md",
+    "debugging.md",
+    "installing.md",
+    "LICENSE",
+]
 TOPS = ["csrc", "labs", "benchmarks", "notebooks", "models", ".devcontainer", "Dockerfile", "Makefile", "doctor.py"]
-TOPS += ["CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *PAGES]
+TOPS += ["installing.md", "CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *PAGES]
 LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "results", "history", "local", "mutations.toml"}
 FOR_TEACHERS = (
     "instructors.md",
@@ -50,6 +59,9 @@ TARGETS = [
     "report",
     "soak",
     "loops",
+    "export",
+    "site",
+    "slides",
 ]
 TRIVIAL = 12  # characters, without spaces, that a line of code has at most if it says nothing about whose it is
 SHOWN = 0.6  # of an exercise's lines, in a piece of code that says what to write
