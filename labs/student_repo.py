@@ -152,14 +152,15 @@ def without_answers(file: Path, files: set[Path]) -> bytes:
         for exercise in exercises:
             text = exercise.starter_text(text)
         return text.encode()
+    rules = "|".join(map(re.escape, TARGETS))
     if file.suffix == ".md":
-        return _with_links_to(files, file, FENCED.sub(_unless_answer, data.decode())).encode()
+        page = re.sub(rf"^make (?:{rules})\b.*\n", "", data.decode(), flags=re.MULTILINE)
+        return _with_links_to(files, file, FENCED.sub(_unless_answer, page)).encode()
     if file.suffix == ".ipynb":
         return _notebook(json.loads(data)).encode()
     if file == Path("labs/exercises.toml"):
         return _list(data.decode(), files).encode()
     if file == Path("Makefile"):
-        rules = "|".join(map(re.escape, TARGETS))
         return re.sub(rf"^(?:{rules}):.*\n(?:\t.*\n)*", "", data.decode(), flags=re.MULTILINE).encode()
     return data
 
