@@ -34,14 +34,14 @@ class ShortestFirst(ByRank):
     """Shortest prompt first, with ageing: the mean wait of many short requests is what one long one would cost them.
 
     Args:
-        tokens_per_overtake: how much shorter a request counts for each time that it was overtaken.
+        tokens_per_overtake: what having been overtaken once is worth, in tokens.
     """
 
     def __init__(self, tokens_per_overtake: int = 16) -> None:
         self.tokens_per_overtake = tokens_per_overtake
 
     def rank(self, sequence: BatchSequence, manager: BlockManager) -> float:
-        """Tokens to run before the first sampled one, less what waiting has earned."""
+        """Return what orders a sequence among those that wait."""
         return len(sequence) - self.tokens_per_overtake * sequence.times_overtaken
 
 
