@@ -2,8 +2,8 @@
 
     python -m labs.student_repo d ../course-d
 
-The edition ends with the stage of one lab. Every exercise's function is its starter there, and pages and notebooks say
-"you write this: D.3" where they would show it. Tests, hidden tests, model answers, the bugs of the break-it exercises,
+The edition ends with the stage of one lab. Every exercise's function is its starter there, and lessons and notebooks
+say "you write this: D.3" where they would show it. Tests, hidden tests, model answers, the bugs of the break-it exercises,
 later stages and labs, outputs of notebooks and git's history are left out. In an edition the judge takes what the
 reference lacks from the learner's other answers (`labs.judge`).
 """
@@ -27,7 +27,7 @@ from stage_a_naive.entrypoints.interrupts import run_command
 
 # Lab P is a slow copy of finished engines, so it is handed out as what `make lab-p` writes.
 LETTERS = [letter for letter in load_labs() if letter != "p"]
-PAGES = [
+LESSONS = [
     "README.md",
     "README.zh-CN.md",
     "COURSE.md",
@@ -38,7 +38,7 @@ PAGES = [
     "LICENSE",
 ]
 TOPS = ["csrc", "labs", "benchmarks", "notebooks", "models", ".devcontainer", "Dockerfile", "Makefile", "doctor.py"]
-TOPS += ["installing.md", "CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *PAGES]
+TOPS += ["installing.md", "CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *LESSONS]
 LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "results", "history", "local", "mutations.toml"}
 FOR_TEACHERS = (
     "instructors.md",
@@ -154,8 +154,8 @@ def without_answers(file: Path, files: set[Path]) -> bytes:
         return text.encode()
     rules = "|".join(map(re.escape, TARGETS))
     if file.suffix == ".md":
-        page = re.sub(rf"^make (?:{rules})\b.*\n", "", data.decode(), flags=re.MULTILINE)
-        return _with_links_to(files, file, FENCED.sub(_unless_answer, page)).encode()
+        text = re.sub(rf"^make (?:{rules})\b.*\n", "", data.decode(), flags=re.MULTILINE)
+        return _with_links_to(files, file, FENCED.sub(_unless_answer, text)).encode()
     if file.suffix == ".ipynb":
         return _notebook(json.loads(data)).encode()
     if file == Path("labs/exercises.toml"):
@@ -166,7 +166,7 @@ def without_answers(file: Path, files: set[Path]) -> bytes:
 
 
 def _unless_answer(block: re.Match[str]) -> str:
-    """A page's block of code, or in its place what there is to write."""
+    """A lesson's block of code, or in its place what there is to write."""
     path, name, code = block.groups()
     named = (exercise for exercise in all_exercises() if (exercise.path, exercise.name) == (path, name))
     exercise = next(chain(named, shown(code)), None)
@@ -180,13 +180,13 @@ def _unless_answer(block: re.Match[str]) -> str:
     return f"```cpp\n{head}\n    // you write this: {exercise.id}\n}}\n```"
 
 
-def _with_links_to(files: set[Path], page: Path, text: str) -> str:
-    """A page whose links to what the edition lacks are plain words."""
+def _with_links_to(files: set[Path], lesson: Path, text: str) -> str:
+    """A lesson whose links to what the edition lacks are plain words."""
     there = files | {parent for file in files for parent in file.parents}
 
     def plain(link: re.Match[str]) -> str:
         image, words, target, _ = link.groups()
-        found = (ROOT / page.parent / target).resolve()
+        found = (ROOT / lesson.parent / target).resolve()
         if not target or re.match(r"\w+:", target) or (found.is_relative_to(ROOT) and found.relative_to(ROOT) in there):
             return link[0]
         return "" if image else words

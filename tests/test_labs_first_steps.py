@@ -49,7 +49,7 @@ def test_from_make_lab_a_to_a_first_green_exercise(clone):
     file = exercise.copy_in(clone / "labs" / "work")
     mine = bodies.transplant(file.read_text(), exercise.reference.read_text(), exercise.name, exercise.path)
     file.write_text(mine)
-    assert "10/10  passed" in make(clone, "grade-a", "ONLY=A.0")
+    assert "15/15  passed" in make(clone, "grade-a", "ONLY=A.0")
     assert "  A  ██" in make(clone, "progress")
 
 
@@ -57,7 +57,7 @@ def test_a_copy_that_is_there_ends_the_command_with_2_and_how_to_begin_again(clo
     labs(clone, "starter", "a", "--force")
     said = labs(clone, "starter", "a", status=2)[1]
     assert (
-        "labs/work/variants/parts.py\nNothing was written. `make lab-a FORCE=1`" in said and "stage_a_naive, " in said
+        "labs/work/variants/timed.py\nNothing was written. `make lab-a FORCE=1`" in said and "stage_a_naive, " in said
     )
 
 
@@ -124,7 +124,7 @@ def test_the_notebook_of_lab_a_does_the_same_with_nothing_but_the_repository(clo
     assert mine != first and 'grade("A.0")' in mine
     shutil.rmtree(clone / "labs" / "work", ignore_errors=True)
     said, _ = run(clone, sys.executable, "-c", f"{setup}\n{mine}")
-    assert "A.0" in said and "10/10  passed" in said
+    assert "A.0" in said and "15/15  passed" in said
 
 
 @pytest.mark.slow
