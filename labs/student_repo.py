@@ -3,9 +3,9 @@
     python -m labs.student_repo d ../course-d
 
 The edition ends with the stage of one lab. Every exercise's function is its starter there, and lessons and notebooks
-say "you write this: D.3" where they would show it. Tests, hidden tests, model answers, the bugs of the break-it exercises,
-later stages and labs, outputs of notebooks and git's history are left out. In an edition the judge takes what the
-reference lacks from the learner's other answers (`labs.judge`).
+say "you write this: D.3" where they would show it. Left out are tests, hidden tests, model answers, the bugs of the
+break-it exercises, later stages and labs, outputs of notebooks and git's history. In an edition the judge takes what
+the reference lacks from the learner's other answers (`labs.judge`).
 """
 
 from __future__ import annotations
