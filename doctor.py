@@ -137,7 +137,7 @@ def driver_version() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.partition("\n")[0] if done.returncode == 0 else None
+    return (done.stdout.partition("\n")[0] or None) if done.returncode == 0 else None
 
 
 def main_memory() -> str:

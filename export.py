@@ -30,20 +30,23 @@ def imported_stages(package: Path) -> set[str]:
     found, new = set(), {package.name}
     while new:
         found |= new
-        files = [file for name in new for file in (ROOT / name).rglob("*.py")]
-        new = {name for file in files for name in imported_names(file) if (ROOT / name) in STAGES.values()} - found
+        files = [file.relative_to(ROOT) for name in new for file in (ROOT / name).rglob("*.py")]
+        packages = {imported.parts[0] for file in files for imported in imported_files(file)}
+        new = {name for name in packages if ROOT / name in STAGES.values()} - found
     return found
 
 
-def imported_names(file: Path) -> set[str]:
-    """Names of the packages that a file imports, wherever in it."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names.add((node.module or "").partition(".")[0])
-        elif isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-    return names
+def imported_files(file: Path) -> set[Path]:
+    """The files of this repository that a Python file imports, at any depth of its code; all relative to it."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            path = Path(*name.split("."))
+            found |= {p for p in (path.with_suffix(".py"), path / "__init__.py") if (ROOT / p).is_file()}
+    return found
 
 
 def export(letter: str, out: Path) -> list[str]:

@@ -11,7 +11,6 @@ the reference lacks from the learner's other answers (`labs.judge`).
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import re
 import sys
@@ -20,6 +19,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+from export import imported_files
 from labs import bodies
 from labs.audit import STAGES
 from labs.exercises import ROOT, Exercise, all_exercises, load_labs
@@ -38,7 +38,7 @@ LESSONS = [
     "LICENSE",
 ]
 TOPS = ["csrc", "labs", "benchmarks", "notebooks", "models", ".devcontainer", "Dockerfile", "Makefile", "doctor.py"]
-TOPS += ["installing.md", "CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *LESSONS]
+TOPS += ["CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *LESSONS]
 LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "results", "history", "local", "mutations.toml"}
 FOR_TEACHERS = (
     "instructors.md",
@@ -121,26 +121,13 @@ def files_of(letter: str) -> list[Path]:
 
 def _closed(files: list[Path]) -> list[Path]:
     """Those of the files whose imports are there: a measurement of a later stage is not for this edition."""
-    modules = {file: _imports(file) for file in files if file.suffix == ".py"}
+    modules = {file: imported_files(file) for file in files if file.suffix == ".py"}
     while True:
         there = set(files)
         left = [file for file in files if all(map(there.__contains__, modules.get(file, ())))]
         if len(left) == len(files):
             return files
         files = left
-
-
-def _imports(file: Path) -> set[Path]:
-    """The files of this repository that a Python file imports, at any depth of its code."""
-    found = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            path = Path(*name.split("."))
-            found |= {p for p in (path.with_suffix(".py"), path / "__init__.py") if (ROOT / p).is_file()}
-    return found
 
 
 def without_answers(file: Path, files: set[Path]) -> bytes:

@@ -41,7 +41,7 @@ class ShortestFirst(ByRank):
         self.tokens_per_overtake = tokens_per_overtake
 
     def rank(self, sequence: BatchSequence, manager: BlockManager) -> float:
-        """Return what orders a sequence among those that wait."""
+        """Return what decides the sequence's place among those that wait."""
         return len(sequence) - self.tokens_per_overtake * sequence.times_overtaken
 
 

@@ -17,7 +17,7 @@ from stage_a_naive.checkpoints.names import check_names
 from stage_a_naive.checkpoints.presets import PRESETS
 from stage_a_naive.checkpoints.tutor import is_known, nearest_questions, read_faq, read_open_ended, read_tool_calls
 from stage_a_naive.contract.errors import EngineBroken, one_line
-from stage_a_naive.entrypoints.interrupts import CANNOT_WRITE, cannot_write, interrupts_end_the_process
+from stage_a_naive.entrypoints.interrupts import CANNOT_WRITE, cannot_write, drop_output, interrupts_end_the_process
 
 if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import GenerationOutput, Metrics
@@ -98,8 +98,8 @@ def run(
                 _answer(importlib.import_module(stage), options, idea)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # of `| head -1`; what is still buffered goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # of `| head -1`
+        drop_output()
     except OSError as error:
         print(f"error: {cannot_write(error) if error.errno in CANNOT_WRITE else one_line(error)}", file=sys.stderr)
         return 2

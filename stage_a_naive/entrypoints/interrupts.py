@@ -36,6 +36,11 @@ def cannot_write(error: OSError) -> str:
     return f"{error.filename or 'what is printed'}: {error.strerror}{CANNOT_WRITE.get(error.errno or 0, '')}"
 
 
+def drop_output() -> None:
+    """Let what is still buffered for a reader that has gone go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def end_at_once(*_: object) -> None:
     """End the process, as a handler of SIGINT."""
     try:
@@ -78,8 +83,8 @@ def run_command(main: Callable[[], int | None]) -> int | None:
         status = main()
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # of `| head -1`; what is still buffered goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # of `| head -1`
+        drop_output()
         return 0
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
