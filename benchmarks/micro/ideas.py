@@ -7,7 +7,7 @@ other; and each idea switched off while all others are on, and on while all othe
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Callable
 
 from benchmarks.engines import select
 from benchmarks.micro import with_engine
@@ -27,38 +27,47 @@ PROMPT, TOKENS = 128, 256
 
 
 def measure(model: str = "random:qwen2.5-0.5b", repeats: int = 5) -> dict:
-    """Seconds per token with each set of ideas; a set is measured once."""
-    known: dict[tuple[str, ...], dict] = {}
+    """Seconds per token, and to the first, with each set of ideas; a set is timed once.
 
-    def with_ideas(on: list[str], engine: str = "F") -> dict:
-        off = tuple(name for idea, names in IDEAS.items() if idea not in on for name in names)
-        text = f"{engine}[without={','.join(off)},max_num_seqs=8]" if off else f"{engine}[max_num_seqs=8]"
-        if (engine, *off) not in known:
-            [built] = select([text if engine == "F" else f"{engine}[max_num_seqs=8]"])
-            found = with_engine(lambda llm: measure_one(llm, repeats), built.build, model, "cuda", "bfloat16", 2048)
-            known[(engine, *off)] = found
-            print(text, f"{1e3 * statistics.median(found['samples']):.3f} ms", flush=True)
-        return known[(engine, *off)]
-
-    order = list(IDEAS)
-    rows = [{"line": "stage E"} | with_ideas([], "E"), {"line": "stage F, all of them off"} | with_ideas([])]
-    rows += [{"line": f"+ {idea}"} | with_ideas(order[: i + 1]) for i, idea in enumerate(order)]
+    Launches are counted when everything has been timed: a profiler that has once been used makes every later launch of
+    the process slower.
+    """
+    order, nothing = list(IDEAS), ()
+    lines = {"stage E": ("E", nothing), "stage F, all of them off": ("F", nothing)}
+    lines |= {f"+ {idea}": ("F", tuple(order[: i + 1])) for i, idea in enumerate(order)}
+    alone = {}
     for idea in order:
-        others = [other for other in order if other != idea]
-        rows.append({"idea": idea, "state": "off, all others on"} | with_ideas(others))
-        rows.append({"idea": idea, "state": "on, all others off"} | with_ideas([idea]))
-    rows.append({"idea": "none of them", "state": "off, all others on"} | with_ideas(order))
-    rows.append({"idea": "none of them", "state": "on, all others off"} | with_ideas([]))
-    return {"model": model, "rows": [{"line": "", "idea": ""} | row for row in rows]}
+        alone[idea, "off, all others on"] = ("F", tuple(other for other in order if other != idea))
+        alone[idea, "on, all others off"] = ("F", (idea,))
+    alone["none of them", "off, all others on"] = ("F", tuple(order))
+    alone["none of them", "on, all others off"] = ("F", nothing)
+
+    def run(way: tuple[str, tuple[str, ...]], work: Callable[[object], dict]) -> dict:
+        engine, on = way
+        off = ",".join(name for idea, names in IDEAS.items() if idea not in on for name in names)
+        text = "E[max_num_seqs=8]" if engine == "E" else f"F[without={off},max_num_seqs=8]"
+        [built] = select([text.replace("without=,", "")])
+        found = with_engine(work, built.build, model, "cuda", "bfloat16", 2048)
+        print(text, found, flush=True)
+        return found
+
+    timed = {
+        way: run(way, lambda llm: time_one(llm, repeats)) for way in dict.fromkeys([*lines.values(), *alone.values()])
+    }
+    counted = {way: run(way, launches_per_step) for way in lines.values()}
+    rows = [{"line": line, "idea": ""} | timed[way] | counted[way] for line, way in lines.items()]
+    rows += [{"line": "", "idea": idea, "state": state} | timed[way] for (idea, state), way in alone.items()]
+    return {"model": model, "rows": rows}
 
 
-def measure_one(llm: object, repeats: int) -> dict:
-    """Seconds per token after the first, and launches."""
+def time_one(llm: object, repeats: int) -> dict[str, list[float]]:
+    """Seconds per token after the first, and to the first, of one request at a time."""
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
-    def seconds(first: int) -> float:
+    def metrics(first: int) -> dict:
         [output] = llm.generate([list(range(first, first + PROMPT))], params, use_tqdm=False)
-        return output["metrics"]["tpot"]
+        return output["metrics"]
 
-    seconds(1)  # warm-up
-    return {"samples": [seconds(200 * i) for i in range(1, 1 + repeats)]} | launches_per_step(llm)
+    metrics(1)  # warm-up
+    found = [metrics(200 * i) for i in range(1, 1 + repeats)]
+    return {"samples": [one["tpot"] for one in found], "first": [one["ttft"] for one in found]}
