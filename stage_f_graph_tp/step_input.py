@@ -124,6 +124,8 @@ def attention_metadata(inputs: StepInput[Tensor], shape: StepShape) -> Attention
         block_tables=inputs.block_tables,
         max_query_len=shape.max_query_len,
         max_context_len=shape.max_context_len,
+        # Not so where drafts have rows, and where a prompt shares a block that another one fills in this step.
+        one_new_key=shape.source == TokenSource.DEVICE and shape.num_decodes == shape.num_seqs,
     )
 
 

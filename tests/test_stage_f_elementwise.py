@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import CASE, CPU, CUDA, F32, interpreted, on_a_gpu, rotary_and_norm
-from test_stage_d_attention import BATCHES, make_batch
+from test_stage_d_attention import BATCHES, expected_attention, make_batch
 from test_stage_d_attention import check as check_attention
 
 import stage_e_batching
@@ -142,7 +143,9 @@ def test_dependent_attention_is_the_definition(batch, heads, multiprocessors):
 
     backend = TritonAttention(CPU, F32, 24, DEPENDENT)
     backend.sm_count = multiprocessors
-    check_attention(backend, make_batch(*batch, *heads, 24, 16))
+    *inputs, metadata = make_batch(*batch, *heads, 24, 16)
+    for one_new_key in (False, True):
+        check_attention(backend, (*inputs, replace(metadata, one_new_key=one_new_key)))
     assert not backend.arrival_counters(1).any(), "the counters must be left as they were"
 
 
@@ -179,6 +182,32 @@ def test_whole_models_give_stage_es_tokens(preset, draw_norm_weights):
 def test_stage_cs_operator_is_refused_where_it_cannot_be_used(options, message):
     with pytest.raises(ValueError, match=message):
         choose_layers(None, GraphOptions(fused_mlp="on", **options), CUDA)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contexts", [[640] * 32, [1, 64, 65, 640], [3000, 40, 700]], ids=["one tile", "edges", "many"])
+def test_on_a_gpu_decode_attention_sees_the_key_that_the_kernel_in_front_writes_last(contexts):
+    from late_writer import write_late
+
+    from stage_d_paged.attention.triton_paged import TritonAttention
+    from stage_f_graph_tp.kernels.decode_attention import DEPENDENT
+    from stage_f_graph_tp.kernels.pdl import pdl_settings
+
+    backend = TritonAttention(CUDA, torch.bfloat16, 64, DEPENDENT)
+    query, keys, values, metadata = make_batch([1] * len(contexts), contexts, 14, 2, 64, 64, CUDA, torch.bfloat16)
+    newest = torch.tensor(contexts, device=CUDA) - 1
+    blocks = metadata.block_tables[range(len(contexts)), newest // 64].long()
+    number = (blocks * 64 + newest % 64)[:, None] * 128 + torch.arange(128, device=CUDA)  # of the pool's
+    new = torch.randn(number.shape, device=CUDA).bfloat16()
+    expected = [pool.flatten().index_copy(0, number.flatten(), new.flatten()).view_as(pool) for pool in (keys, values)]
+    metadata = replace(metadata, one_new_key=True)
+    backend.attend(query, keys, values, metadata, 0.2)  # compiled before it matters
+    before = keys.clone(), values.clone()
+    for waits in (0, 2000):
+        keys.copy_(before[0]), values.copy_(before[1])
+        write_late[(1,)](keys, values, number, new, number.numel(), waits, **pdl_settings(CUDA), BLOCK=1024)
+        found = backend.attend(query, keys, values, metadata, 0.2)
+    close(found, expected_attention(query, *expected, metadata, 0.2), torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from stage_f_graph_tp.cuda_graph import LARGEST_GRAPH, DecodeGraphs, capture_siz
 from stage_f_graph_tp.forward import StepOutput
 from stage_f_graph_tp.head import Head
 from stage_f_graph_tp.last_tokens import LastTokens
-from stage_f_graph_tp.step_input import StepShape
+from stage_f_graph_tp.step_input import StepShape, TokenSource, attention_metadata, device_views
 
 WARM = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
 
@@ -229,3 +229,17 @@ def test_the_arrays_of_a_steps_input_are_aligned_side_by_side_and_as_long_as_the
     assert [array.shape for array in sampling] == [(samples,), (samples,), (samples, 8), (samples,)]
     assert block_tables.shape == (seqs, width)
     assert step_input.largest_input(tokens, seqs, width) == shape._replace(num_samples=seqs).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "surely"),
+    [
+        (StepShape(3, 3, 3, 2, 3, 1, 8), True),
+        (StepShape(3, 3, 3, 2, 3, 1, 8, TokenSource.HOST), False),  # some may be rows of one sequence
+        (StepShape(3, 3, 3, 2, 3, 1, 8, TokenSource.TABLE), False),
+        (StepShape(3, 3, 3, 2, 2, 1, 8), False),  # the end of a prompt may share a block that is filled in this step
+    ],
+)
+def test_only_in_a_step_of_plain_decodes_is_no_key_but_the_newest_new(shape, surely):
+    inputs = device_views(torch.zeros(shape.num_bytes, dtype=torch.uint8), shape)
+    assert attention_metadata(inputs, shape).one_new_key == surely

@@ -87,7 +87,7 @@ def step_by_layers(model: DecoderModel, arguments: list[Tensor], cache: object, 
     """The same step layer by layer, up to the logits; `cache` has the pool of the arguments, or one like it."""
     ids, positions, slots, tables, lengths, _ = arguments
     starts = torch.arange(len(ids) + 1, dtype=torch.int32, device="cuda")
-    metadata = AttentionMetadata(starts, lengths, slots, tables, 1, longest)
+    metadata = AttentionMetadata(starts, lengths, slots, tables, 1, longest, one_new_key=True)
     return lambda: model.compute_logits(model(ids, positions, cache, metadata))
 
 

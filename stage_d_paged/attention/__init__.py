@@ -38,6 +38,9 @@ class AttentionMetadata:
     block_tables: torch.Tensor  # int32 [seqs, max_blocks]: the block of each block_size tokens; unused = -1
     max_query_len: int  # the most queries of one sequence; 1 means that this is a pure decode step
     max_context_len: int  # an upper bound of context_lens (under a CUDA graph: the bound it was captured with)
+    one_new_key: bool = (
+        False  # surely: of the keys that a query of a decode step sees, the newest alone is of this step
+    )
 
     @cached_property
     def cu_seqlens_k(self) -> torch.Tensor:

@@ -3,6 +3,11 @@
 The loop over the keys and the combine are stage D's functions. New is only what a program does while the kernel in
 front still runs: lengths and block tables are known before the step begins, so it loads those first; the query and the
 newest key are the work of the kernel in front, so it waits before it reads them.
+
+All other keys and values were written by earlier steps. A program that has a single tile loads them before it waits
+(`only_tile`). One with several tiles does not: a first tile outside the loop breaks the loop's pipeline of loads, which
+was measured to cost more. Nor may it where more keys than the newest are of this step: where drafts have rows of their
+own, or a prompt shares a block that another one fills now (`AttentionMetadata.one_new_key`).
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -16,9 +21,59 @@ import triton.language as tl
 
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.attention.decode_plan import plan_decode
-from stage_d_paged.attention.triton_decode import LOG2_E, decode, look_up, online_softmax, write_result
+from stage_d_paged.attention.triton_decode import (
+    LOG2_E,
+    attend,
+    decode,
+    look_up,
+    online_softmax,
+    slots_of,
+    write_result,
+)
 from stage_d_paged.attention.triton_paged import Kernels
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
+
+
+@triton.jit
+def only_tile(
+    query,
+    query_inside,
+    k_cache,
+    v_cache,
+    slot,
+    start,
+    context_len,
+    pool_column,
+    slot_stride,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attend to one tile, from the key `start`, which there is, and wait for the kernel in front in between.
+
+    `query` holds addresses, [GROUP_PAD, HEAD_PAD]. Returns what `online_softmax` does.
+    """
+    position = start + tl.arange(0, BLOCK_N)
+    inside = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]
+    pool_offset = slot[:, None] * slot_stride + pool_column
+    old = (position < context_len - 1)[:, None] & inside  # all but the newest: it is not written yet
+    k = tl.load(k_cache + pool_offset, mask=old, other=0.0)
+    v = tl.load(v_cache + pool_offset, mask=old, other=0.0)
+    wait_for_previous(PDL)
+    q = tl.load(query, mask=query_inside, other=0.0)
+    valid = position < context_len
+    if start + BLOCK_N >= context_len:  # the newest key is in this tile
+        k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
+        v = tl.load(v_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
+    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    acc, total, highest = attend(q, k, v, valid, acc, total, highest, scale_log2, PRECISION)
+    return acc / total[:, None], highest + tl.log2(total)
 
 
 @triton.jit(do_not_specialize=["num_splits", "split_keys", "table_width"])
@@ -50,8 +105,9 @@ def dependent_decode_kernel(
     SPLITS_PAD: tl.constexpr,
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    ONE_NEW_KEY: tl.constexpr,
 ):
-    """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`."""
+    """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`, and the metadata's."""
     start_next(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS % num_splits
@@ -65,28 +121,48 @@ def dependent_decode_kernel(
     splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
     if split >= splits:
         return  # without a wait: the first split of each sequence waits
-    wait_for_previous(PDL)
-    query_offset = seq * query_stride + (head + row) * HEAD_DIM + column
-    q = tl.load(query + query_offset, mask=(row < GROUP) & (column < HEAD_DIM), other=0.0)  # [GROUP_PAD, HEAD_PAD]
-    acc, lse = online_softmax(
-        q,
-        k_cache,
-        v_cache,
-        table,
-        block,
-        split * BLOCK_N,
-        splits * BLOCK_N,
-        context_len,
-        kv_head * HEAD_DIM + column,
-        slot_stride,
-        scale_log2,
-        HEAD_DIM,
-        HEAD_PAD,
-        GROUP_PAD,
-        BLOCK_SIZE,
-        BLOCK_N,
-        PRECISION,
-    )
+    query += seq * query_stride + (head + row) * HEAD_DIM + column
+    query_inside = (row < GROUP) & (column < HEAD_DIM)
+    if ONE_NEW_KEY and ((context_len > 0) & (splits * BLOCK_N >= context_len)):
+        acc, lse = only_tile(
+            query,
+            query_inside,
+            k_cache,
+            v_cache,
+            slots_of(block, split * BLOCK_N, tl.arange(0, BLOCK_N), BLOCK_SIZE, BLOCK_N),
+            split * BLOCK_N,
+            context_len,
+            kv_head * HEAD_DIM + column,
+            slot_stride,
+            scale_log2,
+            HEAD_DIM,
+            HEAD_PAD,
+            GROUP_PAD,
+            BLOCK_N,
+            PRECISION,
+            PDL,
+        )
+    else:
+        wait_for_previous(PDL)
+        acc, lse = online_softmax(
+            tl.load(query, mask=query_inside, other=0.0),  # [GROUP_PAD, HEAD_PAD]
+            k_cache,
+            v_cache,
+            table,
+            block,
+            split * BLOCK_N,
+            splits * BLOCK_N,
+            context_len,
+            kv_head * HEAD_DIM + column,
+            slot_stride,
+            scale_log2,
+            HEAD_DIM,
+            HEAD_PAD,
+            GROUP_PAD,
+            BLOCK_SIZE,
+            BLOCK_N,
+            PRECISION,
+        )
     heads: tl.constexpr = KV_HEADS * GROUP
     write_result(
         acc,
@@ -144,6 +220,7 @@ def dependent_decode(
         tables.stride(0),
         plan.num_splits,
         plan.split_keys,
+        ONE_NEW_KEY=metadata.one_new_key,
         **plan.constants,
         **pdl_settings(query.device),
     )
