@@ -4,7 +4,7 @@ In a README a number is followed by a comment, which no reader sees, with its na
 name is defined in `numbers.toml`:
 
     [f]
-    step = "{h200-qwen2.5-0.5b-stage-f > all on > single > samples > tpot_ms} | .3f"
+    step = "{h200-qwen2.5-0.5b > F > single > samples > tpot_ms} | .3f"
 
 In braces is where a measurement is: a file of `results` (several files that end in -1, -2, … are read as one), or the
 marker of a table, and the steps to the value. A step is the key of a value, or it keeps the rows that have it as text,

@@ -68,7 +68,7 @@ STAGE_COLUMNS = {
     "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
 }
 BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C", "E": "D", "F": "E"}
-STUDY_MARKERS = {"stage-b": "ablation", "stage-f": "ablation-f", "ranks": "tp", "quantization": "quantized-engine"}
+STUDY_MARKERS = {"stage-b": "ablation", "ranks": "tp", "quantization": "quantized-engine"}
 TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
 
 

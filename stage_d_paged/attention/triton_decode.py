@@ -50,19 +50,6 @@ def slots_of(block, start, key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def attend(q, k, v, valid, acc, total, highest, scale_log2, PRECISION: tl.constexpr):
-    """Take a tile of keys and values into the running sums."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # [GROUP_PAD, BLOCK_N]
-    scores = tl.where(valid[None, :], scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
-    shrink = tl.exp2(highest - new_highest)
-    p = tl.exp2(scores - new_highest[:, None])
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, total, new_highest
-
-
-@triton.jit
 def online_softmax(
     q,
     k_cache,
@@ -101,7 +88,14 @@ def online_softmax(
         pool_offset = slot[:, None] * slot_stride + pool_column
         k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)  # [BLOCK_N, HEAD_PAD]
         v = tl.load(v_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
-        acc, total, highest = attend(q, k, v, valid, acc, total, highest, scale_log2, PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # [GROUP_PAD, BLOCK_N]
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp2(highest - new_highest)
+        p = tl.exp2(scores - new_highest[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)  # without any key
     return acc / total[:, None], highest + tl.log2(total)
 
