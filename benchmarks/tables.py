@@ -61,8 +61,8 @@ PREFIX = Column("shared prefix: s", "prefix", "seconds")
 # What a stage's lesson is about; at most five columns with the engine's.
 STAGE_COLUMNS = {
     "stage_a_naive": (STEP, FAR, LAUNCHES),
-    "stage_b_decode_step": (STEP, FAR, LAUNCHES, START),
-    "stage_c_fused_mlp": (STEP, FAR, LAUNCHES, START),
+    "stage_b_decode_step": (STEP, FAR, LAUNCHES),
+    "stage_c_fused_mlp": (STEP, FAR, LAUNCHES),
     "stage_d_paged": (STEP, BATCH, LOAD, PREFIX),
     "stage_e_batching": (STEP, BATCH, LOAD, LOAD_SHARE),
     "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),

@@ -27,11 +27,12 @@ PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)  # for things that
 FAINT = "#99999955"  # what is idle or waits
 ON_DARK = "#fefefe"  # text on something coloured: the same in light and dark
 # Black and white are the reader's: in a file they are names, which have other values where the reader's page is dark.
+# Before each name is its colour: a program that does not know names (for slides, or a PDF) takes that.
 INK = """<style>
-svg { --ink: #1f2328; --ground: #ffffff; fill: var(--ink) } text { fill: var(--ink) }
+svg { --ink: #1f2328; --ground: #ffffff; fill: #1f2328; fill: var(--ink) } text { fill: #1f2328; fill: var(--ink) }
 @media (prefers-color-scheme: dark) { svg { --ink: #e6edf3; --ground: #0d1117 } }
 </style>
-<rect width="100%" height="100%" style="fill: var(--ground)"/>"""
+<rect width="100%" height="100%" style="fill: #ffffff; fill: var(--ground)"/>"""
 TEXT = {"svg.fonttype": "none", "svg.hashsalt": "six engines"}  # letters, no outlines; the same bytes each time
 FAMILIES = re.compile(r"'DejaVu Sans', [^;\"]*")
 
@@ -53,7 +54,7 @@ class Picture:
             text = self._saved("svg", transparent=True).decode()
         text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
         for colour, name in (("#000000", "var(--ink)"), ("#ffffff", "var(--ground)")):
-            text = text.replace(f": {colour}", f": {name}")
+            text = re.sub(rf"([\w-]+): {colour}", rf"\1: {colour}; \1: {name}", text)
         text = FAMILIES.sub("'DejaVu Sans', Verdana, sans-serif", text)
         return re.sub(r"(<svg[^>]*>)", rf"\1\n<title>{escape(self.text)}</title>\n{INK}", text, count=1).encode()
 
