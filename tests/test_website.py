@@ -45,6 +45,11 @@ def test_links_to_code_lead_to_a_repository_that_is_named(tmp_path):
     assert missing == ["stage_a_naive/README.md: nothing.md"]
 
 
+def test_a_notebooks_page_leads_to_colab_in_words(pages):
+    page = (pages / "notebooks" / "a_naive.md").read_text(encoding="utf-8")
+    assert "[Open in Colab](https://colab.research.google.com/github/" in page and "badge" not in page
+
+
 @pytest.mark.slow
 def test_the_site_builds_with_no_warning_and_nothing_from_elsewhere():
     pytest.importorskip("mkdocs", reason="pip install -e .[site]")

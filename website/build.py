@@ -7,6 +7,7 @@ MkDocs wants them, and MkDocs writes `build/website/site`:
     figures            are copied
     notebooks          become pages, with their outputs
     links to code      lead to a page with that file, or with `--repository URL` to the file there
+    links to Colab     open the notebook of the repository; its badge becomes words, as no picture comes from elsewhere
     stages' classes    have pages made from their docstrings, without importing them
 """
 
@@ -24,9 +25,12 @@ import sys
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
+from labs.first_cell import with_address
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "website"
 LINK = re.compile(r"(\]\(|(?:src|srcset|href)=\")([^)\"\s]+)")
+BADGE = re.compile(r"\[!\[(.*?)\]\(http.*?\)\]")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
 LIST = re.compile(r"^((?! *(?:[-*]|1\.) | *$|[|#<]).+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)  # begins below a line of text
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".cpp": "cpp", ".h": "cpp", ".toml": "toml"}
@@ -78,6 +82,7 @@ class Gatherer:
             text = (
                 notebook_text(file, self.pages / place) if file.suffix == ".ipynb" else (ROOT / file).read_text("utf-8")
             )
+            text = BADGE.sub(r"[\1]", with_address(text, Path(file), self.repository))
             self.write(place, self.with_links(text, file, missing))
         for file in sorted(self.sources):
             self.write(source_place(file), source_text(file))
