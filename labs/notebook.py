@@ -137,7 +137,7 @@ def notebook(lab: Lab) -> str:
 
 
 def write_address(repository: str) -> None:
-    """Write the course's address into the notebooks that are no labs, and into the pages' links to Colab."""
+    """Write the course's address into the notebooks that are no labs, and into the links to Colab in lessons."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         course = json.loads(path.read_text(encoding="utf-8"))
         for cell in course["cells"]:

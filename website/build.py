@@ -89,8 +89,19 @@ class Gatherer:
         for package in sorted(ROOT.glob("stage_?_*")):
             self.write(PurePosixPath("api", f"{package.name}.md"), f"# {package.name}\n\n{api_text(package)}")
         shutil.copy(ROOT / "website" / "wide.css", self.pages)
+        self.add_slides(ROOT / "build" / "slides")
         if missing:
             raise ValueError("links that lead nowhere:\n" + "\n".join(missing))
+
+    def add_slides(self, folder: Path) -> None:
+        """Put the slides that `make slides` has built beside their pages, and name them on the first of these."""
+        decks = sorted(folder.glob("week*.pdf"))
+        for deck in decks:
+            shutil.copy(deck, self.pages / "slides")
+        if decks:
+            links = ", ".join(f"[{deck.stem.removeprefix('week')}]({deck.name})" for deck in decks)
+            with open(self.pages / "slides" / "index.md", "a", encoding="utf-8") as page:
+                page.write(f"\nAs PDF: {links}.\n")
 
     def write(self, place: PurePosixPath, text: str) -> None:
         path = self.pages / place
