@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engines import REFERENCE, STUDIES, Engine, select
+from benchmarks.engines import REFERENCE, STUDIES, Engine, installed_engines, select
 from benchmarks.floor import ModelCost, floors
 from benchmarks.groups import group_results
 from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, write
@@ -96,7 +96,8 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     usual = [name for name in workload_names() if not name.startswith("chat")]
     args.workloads = args.workloads or (list(QUICK_WORKLOADS) if args.quick else usual)
     args.repeats = args.repeats if args.repeats is not None else 1 if args.quick else 3
-    args.engines = args.engines or (["transformers", *"ABCDEF"] if args.quick and not args.study else [])
+    if args.quick and not (args.engines or args.study):
+        args.engines = [name for name in ("transformers", *"ABCDEF") if name in installed_engines()]
     return args
 
 

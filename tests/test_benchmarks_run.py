@@ -362,9 +362,11 @@ def test_the_readers_own_summary_compares_each_engine_with_hugging_face(tmp_path
     assert "random:qwen2-tiny" in text and "- mixed: 4 requests" in text and str(summary) in capsys.readouterr().out
 
 
-def test_a_quick_measurement_has_hugging_face_and_the_six_stages():
+def test_a_quick_measurement_has_hugging_face_and_the_stages_that_are_there(monkeypatch):
     args = run.with_defaults(run.build_parser().parse_args(["--quick"]))
     assert args.engines == ["transformers", *"ABCDEF"] and args.workloads == ["single", "mixed"]
+    monkeypatch.setattr(run, "installed_engines", lambda: dict.fromkeys(["A", "B", "B compiled", "transformers"]))
+    assert run.with_defaults(run.build_parser().parse_args(["--quick"])).engines == ["transformers", "A", "B"]
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
