@@ -156,9 +156,9 @@ serve: $(call WITH,$(if $(REPLICAS),ray,serve)) ## an HTTP server with the OpenA
 	  $(if $(ENGINE),--engine "$(ENGINE)",--stage "$(STAGE)") --port "$(PORT)" \
 	  $(if $(MODEL),--model="$$MODEL") $(if $(DEVICE),--device "$(DEVICE)") $(if $(DTYPE),--dtype "$(DTYPE)") $(ARGS)
 
-bench: $(call WITH,bench) ## the stages on two workloads at CPU size, into benchmarks/local/: five minutes on two cores
+bench: $(call WITH,bench) ## the stages beside Hugging Face at CPU size, into my_results.md: five minutes on two cores
 	$(if $(LAB),@$(SAY_WHOSE))
-	@$(RUN) -m benchmarks.run --size cpu --quick $(ARGS)
+	@$(RUN) -m benchmarks.run --size cpu --quick --summary my_results.md $(ARGS)
 
 bench-check: $(READY) ## counts that are no times, of every stage, against benchmarks/bounds.json: half a minute
 	@$(PY) -m benchmarks.check $(ARGS)

@@ -12,9 +12,10 @@ import ast
 import importlib
 import os
 import re
+import shlex
 import shutil
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,8 +85,13 @@ def select(names: Sequence[str], study: str | None = None) -> list[Engine]:
         return [_read(text, by_name) for text in names or by_name]
     rows = STUDIES[study]
     if unknown := [name for name in names if name not in rows]:
-        raise ValueError(f"no row {unknown[0]!r} in study {study!r}; there are: {', '.join(rows)}")
+        raise ValueError(f"no row {unknown[0]!r} in study {study!r}; there are: {quoted(rows)}")
     return [replace(_read(text, by_name), name=name) for name, text in rows.items() if name in (names or rows)]
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names as the command line takes them: some hold a comma or a space."""
+    return ", ".join(map(shlex.quote, names))
 
 
 def _read(text: str, by_name: Mapping[str, Engine]) -> Engine:
@@ -101,7 +107,7 @@ def _read(text: str, by_name: Mapping[str, Engine]) -> Engine:
     elif name in by_name:
         engine = by_name[name]
     else:
-        raise ValueError(f"no engine {name!r} here; there are: {', '.join(by_name)}; or yours: NAME=module:Class")
+        raise ValueError(f"no engine {name!r} here; there are: {quoted(by_name)}; or yours: NAME=module:Class")
     if options:
         more = dict(read_option(pair) for pair in re.split(r",(?=\s*\w+=)", options))
         engine = replace(engine, name=f"{name}[{options}]", options={**engine.options, **more})

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engines import REFERENCE, STUDIES, Engine, select
+from benchmarks.engines import REFERENCE, STUDIES, Engine, installed_engines, select
 from benchmarks.floor import ModelCost, floors
 from benchmarks.groups import group_results
 from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, write
-from benchmarks.tables import overview
+from benchmarks.tables import overview, own_results
 from benchmarks.worker import run_job
 from benchmarks.workloads import SIZES, make_workload, workload_names
 from stage_a_naive.checkpoints.loading import DTYPES, resolve
@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--study", choices=STUDIES, help="the engines of a study, whose table is its own")
     some = f"of {', '.join(workloads)} (default: all but those that sample as chats do)"
     parser.add_argument("--workloads", choices=workloads, help=some, **several)
-    quick = "stages A to F on two workloads, one process each: five minutes on two cores"
+    quick = "transformers and stages A to F on two workloads, one process each: five minutes on two cores"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--repeats", type=int, help="fresh processes per engine (default: 3, or 1 with --quick)")
     parser.add_argument("--device", default="auto", help="auto | cpu | cuda (default: %(default)s)")
@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a round that would take longer is not run (default: %(default)s)",
     )
     parser.add_argument("--output", type=Path, help="the results file (default: in benchmarks/local/)")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="also write the main figures, as Markdown")
     parser.add_argument("--publish", metavar="NAME", help="also write benchmarks/results/NAME.json")
     return parser
 
@@ -95,7 +96,8 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     usual = [name for name in workload_names() if not name.startswith("chat")]
     args.workloads = args.workloads or (list(QUICK_WORKLOADS) if args.quick else usual)
     args.repeats = args.repeats if args.repeats is not None else 1 if args.quick else 3
-    args.engines = args.engines or (list("ABCDEF") if args.quick and not args.study else [])
+    if args.quick and not (args.engines or args.study):
+        args.engines = [name for name in ("transformers", *"ABCDEF") if name in installed_engines()]
     return args
 
 
@@ -111,6 +113,9 @@ def show(measurement: Measurement) -> None:
         print("  ".join([first.ljust(widths[0]), *cells]))
     print(*(line for line in lines if not line.startswith("|")), sep="\n")
     print(f"\nevery sample: {measurement.path}")
+    if measurement.args.summary and group.engines:
+        measurement.args.summary.write_text("\n".join(own_results(group)) + "\n", encoding="utf-8")
+        print(f"the main figures: {measurement.args.summary}")
 
 
 class Measurement:

@@ -51,6 +51,7 @@ class Column:
 
 START = Column("start-up, s", "single", "startup_seconds")
 MEMORY = Column("peak memory, MB", "single", "peak_megabytes")
+FIRST = Column("first token: ms", "single", "prefill_ms")
 STEP = Column("one request: ms per token", "single", "tpot_ms")
 FAR = Column("× the floor", "single", "tpot_ms", of_floor=True)
 LAUNCHES = Column("kernel launches per step", "single", "launches")
@@ -92,6 +93,36 @@ def overview(group: Group) -> list[str]:
     columns += [MEMORY] if any(MEMORY.median(group, engine) for engine in group.engines) else []
     columns += [Column(f"first token of {figure.split('_')[1]}: ms", "ttft", figure) for figure in ttft]
     return table(group, group.engines, columns)
+
+
+def own_results(group: Group) -> list[str]:
+    """A reader's own results as Markdown: throughput, first token, time per token and memory, against the first row.
+
+    The first row is Hugging Face's `generate` where it was measured.
+    """
+    columns = [column for column in (LOAD, FIRST, STEP, MEMORY) if column.workload in group.workloads]
+    where, (first, *_) = group.own[-1]["environment"], group.engines
+    body = [["*floor*", *(number(floor) if (floor := c.floor(group)) else "" for c in columns)]]
+    for engine in group.engines:
+        factors = ["" if c is MEMORY or engine == first else c.gain(group, engine, first) for c in columns]
+        pairs = zip((c.cell(group, engine) for c in columns), factors, strict=True)
+        body.append([engine, *(f"{cell}, {factor}" if factor.strip("–") else cell for cell, factor in pairs)])
+    work = [f"- {name}: {workload['description']}" for name, workload in group.workloads.items()]
+    return [
+        "# My results",
+        "",
+        f"**{group.model}** in {group.dtype} on {group.device}, {where['date'][:10]}, "
+        f"torch {where['versions']['torch']}. `n ×`: times as good as *{first}*.",
+        "",
+        *markdown(["engine", *(c.heading for c in columns)], body),
+        *notes(group, group.engines, columns),
+        "",
+        "The work (load is `mixed`; the first token and the time per token are of one request, `single`):",
+        "",
+        *work,
+        "",
+        "`make bench` writes this file anew: keep what you conclude from it in a file of your own.",
+    ]
 
 
 def stage_table(group: Group, package: str, before: str | None) -> list[str]:

@@ -2,7 +2,8 @@
 
     python -m labs.notebook        writes labs/notebooks/lab_a.ipynb … from the handouts and the starters
 
-A notebook needs nothing but the repository's URL in its first cell. Its cells call the functions below.
+It also writes the course's address, where `labs/first_cell.py` has one, into all other notebooks and links to Colab.
+The cells of a lab's notebook call the functions below.
 """
 
 from __future__ import annotations
@@ -18,34 +19,19 @@ from pathlib import Path
 
 from labs import bodies
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, exercise_of, load_labs
+from labs.first_cell import BADGE, FIRST_CELL, REPOSITORY, with_address
 from labs.hint import next_hints
 from labs.starter import AlreadyThere, write_starter
 from stage_a_naive.entrypoints.interrupts import run_command
 
 FOLDER = LABS / "notebooks"
-SETUP = """REPOSITORY = ""  # the URL of the course's repository, as `git clone` takes it
-
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-# The course's folder: the one that this notebook is in, or a new clone.
-above = [Path.cwd(), *Path.cwd().parents, Path("six-engines")]
-course = next((folder for folder in above if (folder / "labs/exercises.toml").exists()), above[-1])
-if not course.exists():
-    subprocess.run(["git", "clone", "--depth", "1", REPOSITORY, str(course)], check=True)
-os.chdir(course)
-sys.path.insert(0, os.getcwd())
-try:
-    import pytest, torch, transformers, triton, xxhash
-    assert int(transformers.__version__.split(".")[0]) >= 5
-except (ImportError, AssertionError):
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", ".[labs]"], check=True)
-
+LAB_CELL = (
+    FIRST_CELL.replace("{folder}", ".")
+    + """
 from labs.notebook import answer, grade, hint, run, start
 
 start("{letter}")"""
+)
 
 
 def start(letter: str) -> None:
@@ -100,7 +86,8 @@ def cells_of(lab: Lab) -> list[tuple[str, str]]:
     handout = (LABS / f"lab_{lab.letter}.md").read_text(encoding="utf-8")
     handout = re.sub(r"\]\((?!http)", "](../", handout)  # links, from one folder further down
     parts = re.split(r"(?=^### [A-Z]\.\d+ )", handout, flags=re.MULTILINE)
-    cells = [("markdown", parts[0].strip()), ("code", SETUP.replace("{letter}", lab.letter))]
+    title, rest = parts[0].strip().split("\n", 1)
+    cells = [("markdown", f"{title}\n\n{BADGE}\n{rest}"), ("code", LAB_CELL.replace("{letter}", lab.letter))]
     for exercise, part in zip(lab.exercises, parts[1:], strict=True):
         text, *rest = re.split(r"(?=^##+ )", part[3:], maxsplit=1, flags=re.MULTILINE)
         cells.append(("markdown", f"###{text.rstrip()}"))
@@ -124,10 +111,16 @@ def _stub(exercise: Exercise) -> str:
     return stub
 
 
+def path_of(lab: Lab) -> Path:
+    """Where a lab's notebook is."""
+    return FOLDER / f"lab_{lab.letter}.ipynb"
+
+
 def notebook(lab: Lab) -> str:
     """The notebook as JSON."""
     cells = []
     for number, (kind, text) in enumerate(cells_of(lab)):
+        text = with_address(text, path_of(lab).relative_to(ROOT), REPOSITORY)
         cell: dict[str, object] = {"cell_type": kind, "id": f"{lab.letter}-{number}", "metadata": {}}
         cells.append(
             cell
@@ -143,12 +136,27 @@ def notebook(lab: Lab) -> str:
     )
 
 
+def write_address(repository: str) -> None:
+    """Write the course's address into the notebooks that are no labs, and into the links to Colab in lessons."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        course = json.loads(path.read_text(encoding="utf-8"))
+        for cell in course["cells"]:
+            text = with_address("".join(cell["source"]), path.relative_to(ROOT), repository)
+            cell["source"] = text.splitlines(keepends=True)
+        path.write_text(json.dumps(course, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("stage_*/*.md"), *ROOT.glob("beyond/*/*.md")):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(with_address(text, path.relative_to(ROOT), repository), encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     description = "Write the labs as notebooks, from the handouts and the starters, into labs/notebooks/."
     argparse.ArgumentParser(prog="python -m labs.notebook", description=description).parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
-    for letter, lab in load_labs().items():
-        (FOLDER / f"lab_{letter}.ipynb").write_text(notebook(lab), encoding="utf-8")
+    for lab in load_labs().values():
+        path_of(lab).write_text(notebook(lab), encoding="utf-8")
+    if REPOSITORY:
+        write_address(REPOSITORY)
     print(f"{len(load_labs())} notebooks in {FOLDER}")
     return 0
 

@@ -1,18 +1,8 @@
-"""Checks the answers of the "try it" cells, without showing them.
-
-A kernel starts in its notebook's folder, wherever JupyterLab or VS Code were started, and so finds this file.
-Importing it makes the course's other packages findable too, which are not installed (`benchmarks`, `beyond`).
-"""
+"""Checks the answers of the "try it" cells, without showing them."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
-from pathlib import Path
-
-ROOT = str(Path(__file__).resolve().parent.parent)
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
 
 
 def check(answer: object, right: object, hint: str) -> None:

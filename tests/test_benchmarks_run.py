@@ -51,7 +51,7 @@ def test_options_in_brackets_and_classes_of_your_own_make_rows_that_need_no_chan
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("Z", "no engine 'Z' here; there are: "),
+        ("Z", "no engine 'Z' here; there are: .*'A, cuDNN SDPA off', B, 'B compiled', "),
         ("A[seed]", "not of the form name=value"),
         ("A]", "not of the form NAME, NAME=module:Class"),
         ("mine=no_such_module:LLM", "no module 'no_such_module'"),
@@ -335,6 +335,32 @@ def test_what_cannot_be_measured_or_published_is_refused_before_anything_starts(
     monkeypatch.setenv("PATH", "")
     assert run.main(words.split()) == 2 and not jobs.asked
     assert says in capsys.readouterr().err
+
+
+def test_the_readers_own_summary_compares_each_engine_with_hugging_face(tmp_path, jobs, committed, capsys):
+    def faster(job: dict) -> dict:
+        if job.get("engine", {}).get("name") != "E":
+            return {}
+        sample = {"prefill_ms": 1.0, "tpot_ms": 0.5, "output_tokens_per_s": 2100.0}
+        return {"workloads": {name: {"samples": [sample]} for name in job["workloads"]}, "peak_megabytes": 400.0}
+
+    jobs.differently, summary = faster, tmp_path / "my_results.md"
+    words = ["--engines", "E", "transformers", "--workloads", "single", "mixed", "--repeats", "1"]
+    assert run.main([*TINY, *words, "--output", str(tmp_path / "x.json"), "--summary", str(summary)]) == 0
+    text = summary.read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows] == ["| engine", "| *floor*", "| transformers", "| E"]
+    assert rows[0][1:] == ["load: tokens/s", "first token: ms", "one request: ms per token", "peak memory, MB |"]
+    assert rows[2][1:] == ["700", "2.00", "1.25", "321 |"]
+    assert rows[3][1:] == ["2,100, 3.0 ×", "1.00, 2.0 ×", "0.5, 2.5 ×", "400 |"]
+    assert "random:qwen2-tiny" in text and "- mixed: 4 requests" in text and str(summary) in capsys.readouterr().out
+
+
+def test_a_quick_measurement_has_hugging_face_and_the_stages_that_are_there(monkeypatch):
+    args = run.with_defaults(run.build_parser().parse_args(["--quick"]))
+    assert args.engines == ["transformers", *"ABCDEF"] and args.workloads == ["single", "mixed"]
+    monkeypatch.setattr(run, "installed_engines", lambda: dict.fromkeys(["A", "B", "B compiled", "transformers"]))
+    assert run.with_defaults(run.build_parser().parse_args(["--quick"])).engines == ["transformers", "A", "B"]
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

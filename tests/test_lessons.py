@@ -16,6 +16,7 @@ from labs import notebook, pack
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = [ROOT / "bibliography.md", ROOT / "debugging.md", ROOT / "interview.md"]
+SLIDES = sorted(ROOT.glob("slides/*.md"))
 LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md"), *BESIDE])
 PAGES = [*LESSONS, *sorted([*ROOT.glob("*.md"), *ROOT.glob("labs/*.md"), *ROOT.glob("benchmarks/*.md")])]
 
@@ -47,6 +48,23 @@ def test_every_paper_that_a_lesson_or_a_program_links_to_is_in_the_bibliography(
     cited = {str(file.relative_to(ROOT)): set(PAPER.findall(file.read_text(encoding="utf-8"))) for file in files}
     known = cited.pop("bibliography.md")
     assert len(known) > 20 and {name: papers - known for name, papers in cited.items() if papers - known} == {}
+
+
+NOT_CITED = {"colab.research.google.com", "keepachangelog.com"}  # a way to open a notebook; the form of the changelog
+
+
+def of_whom(address: str) -> str:
+    """Whose page it is: of a host, or of a repository on GitHub."""
+    host, *path = address.partition("://")[2].split("/")
+    return "/".join([host, *path[:2]]).lower() if host == "github.com" else host
+
+
+def test_every_system_that_a_lesson_links_to_is_in_the_bibliography():
+    link = re.compile(r"\]\((https?://[^)#\s]+)")
+    cited = {page.name: {of_whom(a) for a in link.findall(page.read_text(encoding="utf-8"))} for page in PAGES}
+    cited["slides"] = {of_whom(a) for page in SLIDES for a in link.findall(page.read_text(encoding="utf-8"))}
+    known = {of_whom(a) for a in link.findall((ROOT / "bibliography.md").read_text(encoding="utf-8"))} | NOT_CITED
+    assert {name: hosts - known for name, hosts in cited.items() if hosts - known} == {}
 
 
 @pytest.mark.parametrize("name", pictures.FIGURES)

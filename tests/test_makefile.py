@@ -93,6 +93,13 @@ def test_the_doctor_installs_nothing(make, tmp_path):
     assert make.calls == [["-m", "doctor"]] and not (tmp_path / "venv").exists()
 
 
+def test_the_readers_own_results_are_a_file_that_git_ignores(make):
+    assert make("bench").returncode == 0
+    summary = make.calls[-1][make.calls[-1].index("--summary") + 1]
+    assert summary in (ROOT / "COURSE.md").read_text(encoding="utf-8")
+    assert f"/{summary}" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+
+
 def test_a_stage_is_compared_with_the_one_before_it(make):
     assert make("compare", "STAGE=d").returncode == 0 and make.calls[-1][-2:] == ["C", "D"]
     assert "make compare STAGE=b" in make("compare", "STAGE=a").stderr

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import run  # noqa: E402  (notebooks/run.py: the folder is no package)
 from try_it import check, check_digest, digest  # noqa: E402
 
-from labs.notebook import SETUP  # noqa: E402
+from labs import first_cell  # noqa: E402
 
 MOST_BYTES = 600_000
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"(=])(/[\w.-]+/|[A-Z]:\\)""")
@@ -68,47 +68,91 @@ def test_a_run_names_each_notebook_makes_a_dot_per_cell_and_ends_a_cell_over_its
     assert "\nslow.ipynb: code cell 2 ran longer than 3 s: import time\n" in error and done.returncode == 1
 
 
-FIND = """
-import importlib.util, sys
-for name in sys.argv[1:]:
-    if name == "try_it":
-        import try_it
-    elif importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is not found")
-"""
+def first_code_cell(path: Path) -> str:
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.cells[0].source.splitlines()[2].startswith("[![Open in Colab]"), "below the title"
+    return code_cells(notebook)[0].source
+
+
+def outside(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code as a kernel does that was started in a folder, by a system that knows nothing of the course."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | environment
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=ours, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("path", [*run.notebooks(), *sorted(ROOT.glob("labs/notebooks/*.ipynb"))], ids=lambda p: p.stem)
+def test_every_notebook_begins_with_a_way_to_colab_and_the_same_first_cell(path):
+    where = "notebooks" if path.parent.name == "notebooks" and path.parent.parent == ROOT else "."
+    assert first_code_cell(path).startswith(first_cell.FIRST_CELL.replace("{folder}", where))
 
 
 @each_notebook
-def test_its_imports_are_found_by_a_kernel_that_starts_in_its_folder(path):
-    """As in JupyterLab, wherever it was started, and in VS Code: nothing but the stages is installed."""
-    source = "\n".join(cell.source for cell in code_cells(run.read(path)))
-    names = re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE)
-    others = [name for name in names if not name.startswith("stage_")]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    command = [sys.executable, "-c", FIND, *others]
-    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_its_imports_are_found_from_wherever_a_kernel_starts_once_the_first_cell_has_run(path):
+    source = "\n".join(cell.source for cell in code_cells(run.read(path))[1:])
+    names = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE))
+    find = f"import importlib.util\nprint([n for n in {sorted(names)} if importlib.util.find_spec(n) is None])"
+    for folder in (path.parent, ROOT, ROOT / "benchmarks" / "micro"):
+        done = outside(f"{first_code_cell(path)}\n{find}", folder)
+        assert (done.stdout, done.stderr) == ("[]\n", ""), "and it prints nothing where nothing is missing"
 
 
-@pytest.mark.parametrize("folder", ["labs/notebooks", "labs", "."])
-def test_a_labs_notebook_finds_the_course_that_it_is_in(folder):
-    find, _, _ = SETUP.partition("try:")
-    command = [sys.executable, "-c", f"{find}print(os.getcwd(), sys.path[0])"]
-    done = subprocess.run(command, cwd=ROOT / folder, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(ROOT)] * 2
-
-
-def test_a_labs_notebook_alone_clones_the_course_once(tmp_path):
+def test_a_notebook_alone_clones_the_course_once_and_asks_for_its_address(tmp_path):
     git = tmp_path / "git"
-    git.write_text('#!/bin/sh\necho "$@" >> calls\nmkdir -p "$5/labs" && touch "$5/labs/exercises.toml"\n')
+    git.write_text(f'#!/bin/sh\necho "$@" >> calls\nmkdir "$5" && ln -s {ROOT}/labs {ROOT}/stage_* "$5"\n')
     git.chmod(0o755)
-    find, _, _ = SETUP.partition("try:")
-    command = [sys.executable, "-c", f"{find}print(os.getcwd())"]
-    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    cell = first_cell.FIRST_CELL.replace("{folder}", ".").replace("prepare(", "print(course, ")
+    cell = first_cell.ADDRESS.sub('REPOSITORY = ""', cell)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    refused = outside(cell, tmp_path, PATH=path)
+    assert refused.stderr.splitlines()[-1].endswith("the course is not here: put its address into REPOSITORY, above")
+    cell = first_cell.with_address(cell, Path("notebooks/x.ipynb"), "https://github.com/me/mine")
     for _ in range(2):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == str(tmp_path / "six-engines")
-    assert (tmp_path / "calls").read_text() == "clone --depth 1  six-engines\n"
+        assert outside(cell, tmp_path, PATH=path).stdout.split() == [str(tmp_path / "six-engines"), "."]
+    calls = (tmp_path / "calls").read_text()
+    assert calls == f"clone --depth 1 https://github.com/me/mine {tmp_path / 'six-engines'}\n"
+
+
+@pytest.mark.parametrize(("missing", "transformers"), [("xxhash", "5.0.0"), ("", "4.57.1")])
+def test_packages_are_installed_where_one_is_missing_or_too_old(missing, transformers, monkeypatch):
+    monkeypatch.setattr(first_cell, "find_spec", lambda name: None if name == missing else name)
+    monkeypatch.setattr(first_cell, "version", lambda name: transformers)
+    assert first_cell.lacks_packages()
+    monkeypatch.setattr(first_cell, "version", lambda name: "5.1.0")
+    assert first_cell.lacks_packages() == bool(missing)
+
+
+@pytest.mark.parametrize(("capability", "hidden"), [("7.5", True), ("8.0", False), ("12.0", False)])
+def test_a_gpu_without_triton_is_left_out_and_the_notebook_says_how_to_use_it(
+    capability, hidden, monkeypatch, tmp_path
+):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho 'Tesla T4, {capability}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    said = first_cell.leave_out_old_gpu()
+    assert (os.environ["CUDA_VISIBLE_DEVICES"] == "") == hidden
+    assert ("DTYPE=float16" in said and "Tesla T4 has compute capability 7.5" in said) == hidden == bool(said)
+
+
+def test_a_machine_without_a_gpu_says_nothing_about_it(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert first_cell.leave_out_old_gpu() == ""
+
+
+def test_an_address_reaches_the_first_cell_the_badge_and_links_to_colab_and_can_change():
+    file, general = Path("stage_a_naive/README.md"), first_cell.COLAB
+    text = f"the [notebook](../notebooks/a.ipynb) ([Colab]({general})), [lab](../labs/x.md) ([Colab]({general}))"
+    for repository in ("https://github.com/me/mine.git", "https://github.com/you/yours"):
+        text = first_cell.with_address(text, file, repository)
+    there = f"{general}you/yours/blob/main/notebooks/a.ipynb"
+    assert text == f"the [notebook](../notebooks/a.ipynb) ([Colab]({there})), [lab](../labs/x.md) ([Colab]({general}))"
+    assert first_cell.with_address(text, file, "") == text
+    notebook = Path("labs/notebooks/lab_a.ipynb")
+    assert first_cell.with_address(first_cell.BADGE, notebook, "https://github.com/me/mine").endswith(
+        f"]({general}me/mine/blob/main/labs/notebooks/lab_a.ipynb)"
+    )
 
 
 @each_notebook

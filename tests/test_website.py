@@ -45,6 +45,24 @@ def test_links_to_code_lead_to_a_repository_that_is_named(tmp_path):
     assert missing == ["stage_a_naive/README.md: nothing.md"]
 
 
+def test_slides_that_were_built_are_named_beside_those_in_markdown(tmp_path):
+    (tmp_path / "slides").mkdir()
+    (tmp_path / "slides" / "index.md").write_text("# Slides\n")
+    for folder, decks in (("nothing", []), ("built", ["week1.pdf", "week3.pdf"])):
+        (tmp_path / folder).mkdir()
+        for deck in decks:
+            (tmp_path / folder / deck).write_bytes(b"%PDF")
+        Gatherer(tmp_path, "").add_slides(tmp_path / folder)
+        said = "\nAs PDF: [1](week1.pdf), [3](week3.pdf).\n" if decks else ""
+        assert (tmp_path / "slides" / "index.md").read_text() == f"# Slides\n{said}"
+    assert (tmp_path / "slides" / "week3.pdf").exists()
+
+
+def test_a_notebooks_page_leads_to_colab_in_words(pages):
+    page = (pages / "notebooks" / "a_naive.md").read_text(encoding="utf-8")
+    assert "[Open in Colab](https://colab.research.google.com/github/" in page and "badge" not in page
+
+
 @pytest.mark.slow
 def test_the_site_builds_with_no_warning_and_nothing_from_elsewhere():
     pytest.importorskip("mkdocs", reason="pip install -e .[site]")

@@ -34,6 +34,18 @@ def avoided_words(text: str) -> list[str]:
     return [f"{m[0]!r} (write: {instead}) in: {text[max(0, m.start() - 40) : m.end() + 40]}" for m, instead in found]
 
 
+def test_the_glossary_is_in_alphabetical_order_and_every_entry_has_its_lesson_and_its_chinese_term() -> None:
+    text = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")
+    parts = re.split(r"^### .+$", text, flags=re.MULTILINE)[1:]
+    assert sorted(ENTRIES, key=str.lower) == ENTRIES and len(set(ENTRIES)) == len(ENTRIES)
+    without = [
+        entry
+        for entry, part in zip(ENTRIES, parts, strict=True)
+        if not re.search(r"\]\([^)]+\)\* · [^·]*[\u4e00-\u9fff]", part)
+    ]
+    assert without == []
+
+
 @pytest.mark.parametrize("path", files("lessons", "others"))
 def test_the_words_of_the_field_are_used(path: str) -> None:
     text, web = (ROOT / path).read_text(encoding="utf-8"), map(Path(path).match, RULES["about_the_web"])

@@ -7,6 +7,7 @@ MkDocs wants them, and MkDocs writes `build/website/site`:
     figures            are copied
     notebooks          become pages, with their outputs
     links to code      lead to a page with that file, or with `--repository URL` to the file there
+    links to Colab     open the notebook of the repository; its badge becomes words, as no picture comes from elsewhere
     stages' classes    have pages made from their docstrings, without importing them
 """
 
@@ -24,9 +25,12 @@ import sys
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
+from labs.first_cell import with_address
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "website"
 LINK = re.compile(r"(\]\(|(?:src|srcset|href)=\")([^)\"\s]+)")
+BADGE = re.compile(r"\[!\[(.*?)\]\(http.*?\)\]")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
 LIST = re.compile(r"^((?! *(?:[-*]|1\.) | *$|[|#<]).+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)  # begins below a line of text
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".cpp": "cpp", ".h": "cpp", ".toml": "toml"}
@@ -78,14 +82,26 @@ class Gatherer:
             text = (
                 notebook_text(file, self.pages / place) if file.suffix == ".ipynb" else (ROOT / file).read_text("utf-8")
             )
+            text = BADGE.sub(r"[\1]", with_address(text, Path(file), self.repository))
             self.write(place, self.with_links(text, file, missing))
         for file in sorted(self.sources):
             self.write(source_place(file), source_text(file))
         for package in sorted(ROOT.glob("stage_?_*")):
             self.write(PurePosixPath("api", f"{package.name}.md"), f"# {package.name}\n\n{api_text(package)}")
         shutil.copy(ROOT / "website" / "wide.css", self.pages)
+        self.add_slides(ROOT / "build" / "slides")
         if missing:
             raise ValueError("links that lead nowhere:\n" + "\n".join(missing))
+
+    def add_slides(self, folder: Path) -> None:
+        """Put the slides that `make slides` has built beside their pages, and name them on the first of these."""
+        decks = sorted(folder.glob("week*.pdf"))
+        for deck in decks:
+            shutil.copy(deck, self.pages / "slides")
+        if decks:
+            links = ", ".join(f"[{deck.stem.removeprefix('week')}]({deck.name})" for deck in decks)
+            with open(self.pages / "slides" / "index.md", "a", encoding="utf-8") as page:
+                page.write(f"\nAs PDF: {links}.\n")
 
     def write(self, place: PurePosixPath, text: str) -> None:
         path = self.pages / place

@@ -3,5 +3,3 @@
 A notebook calls two functions, one that runs something and one that draws what came of it; no cell holds drawing code.
 Figures that lessons show too are in `benchmarks`.
 """
-
-import try_it  # noqa: F401 (so that Python finds the course's packages)

@@ -103,7 +103,7 @@ def run(
     except OSError as error:
         print(f"error: {cannot_write(error) if error.errno in CANNOT_WRITE else one_line(error)}", file=sys.stderr)
         return 2
-    except (ValueError, MemoryError) as error:
+    except (ValueError, MemoryError, NotImplementedError) as error:  # the last one: of an exercise that is not done yet
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

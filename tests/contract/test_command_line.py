@@ -191,6 +191,18 @@ def test_an_error_of_whatever_kind_is_one_line_and_an_exit_code(
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {error}")
 
 
+def test_an_exercise_that_is_not_done_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "begun_engine.py").write_text(
+        "from stage_a_naive import SamplingParams\n"
+        "def LLM(*_, **__):\n    raise NotImplementedError('Lab A.7: the loop behind the contract')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("begun_engine", "", None, TINY) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: Lab A.7: the loop behind the contract"
+
+
 def test_a_part_of_an_engine_that_dies_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

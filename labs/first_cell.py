@@ -1,0 +1,107 @@
+"""What the first cell of every notebook does: find the course or clone it, and install what is missing.
+
+A notebook is opened in JupyterLab, in VS Code or in Colab, which has the notebook and nothing else. So the text of its
+first cell, `FIRST_CELL`, needs Python alone; when it has the course, it calls `prepare`. Whoever publishes the course
+writes its address here, into `REPOSITORY`, and runs `python -m labs.notebook`: then all notebooks and links have it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = ""  # https://github.com/owner/name
+FIRST_CELL = f'''# Finds the course that this notebook is in, or clones it, and installs what is missing.
+REPOSITORY = "{REPOSITORY}"  # where there is no clone, as in Colab: the course's address, as `git clone` takes it
+
+import subprocess
+import sys
+from pathlib import Path
+
+folders = [Path.cwd(), *Path.cwd().parents, Path("six-engines").absolute()]
+course = next((folder for folder in folders if (folder / "labs/first_cell.py").exists()), folders[-1])
+if not course.exists():
+    assert REPOSITORY, "the course is not here: put its address into REPOSITORY, above"
+    subprocess.run(["git", "clone", "--depth", "1", REPOSITORY, str(course)], check=True)
+sys.path.insert(0, str(course))
+
+from labs.first_cell import prepare
+
+prepare("{{folder}}")'''
+ADDRESS = re.compile(r'^REPOSITORY = "(.*)"', re.MULTILINE)
+BEGINS = FIRST_CELL.partition("\n")[0]
+NEEDED = ("matplotlib", "pytest", "torch", "uvicorn", "xxhash")  # one or more of each part that the notebooks use
+COLAB = "https://colab.research.google.com/github/"  # by itself a dialog that asks for a repository
+BADGE = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({COLAB})"
+TO_COLAB = re.compile(rf"(\]\(([^()\s]+\.ipynb)\)) \(\[Colab\]\({re.escape(COLAB)}[^)]*\)\)")
+OF_BADGE = re.compile(rf"(colab-badge\.svg\)\]\(){re.escape(COLAB)}[^)]*")
+
+
+def prepare(folder: str) -> None:
+    """Go to a folder of the course, let Python find what is there, and install the packages that are missing.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install them; its own words are above.
+    """
+    os.chdir(ROOT / folder)
+    sys.path.insert(0, str(ROOT / folder))
+    if lacks_packages():
+        print("installing what the notebooks need; this can take some minutes")
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[bench,labs]"]
+        subprocess.run(install, check=True)
+    if note := leave_out_old_gpu():
+        print(note)
+
+
+def lacks_packages() -> bool:
+    """Whether a package is missing, or is too old; nothing is imported, so that a newer one can still be."""
+    try:
+        return not all(map(find_spec, NEEDED)) or int(version("transformers").partition(".")[0]) < 5
+    except PackageNotFoundError:
+        return True
+
+
+def leave_out_old_gpu() -> str:
+    """Hide GPUs that Triton has no kernels for from this process and those that it starts; returns what to say of it.
+
+    Must be called before PyTorch looks for a GPU.
+    """
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # there is no GPU
+        return ""
+    name, _, capability = said.strip().partition("\n")[0].rpartition(", ")
+    if float(capability) >= 8.0:
+        return ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return (
+        f"{name} has compute capability {capability}; Triton's kernels and fast bfloat16 need 8.0, stage C's `fused` "
+        "and the megakernel 9.0. So this notebook runs on the CPU. A stage on this GPU, in float16: "
+        f"!CUDA_VISIBLE_DEVICES=0 make -C {ROOT} stage-a DTYPE=float16 VENV= PYTHON=python3"
+    )
+
+
+def with_address(text: str, file: Path, repository: str) -> str:
+    """Return a page or a cell with links to Colab that open a notebook of this repository.
+
+    Args:
+        file: of the text, relative to the course's root.
+        repository: `https://github.com/owner/name`; "" changes nothing.
+    """
+    if not repository:
+        return text
+    address = f"{COLAB}{repository.removeprefix('https://github.com/').removesuffix('.git').strip('/')}/blob/main/"
+
+    def link(match: re.Match[str]) -> str:
+        notebook = os.path.normpath(file.parent / match[2])
+        return f"{match[1]} ([Colab]({address}{notebook}))"
+
+    text = OF_BADGE.sub(rf"\g<1>{address}{file}", TO_COLAB.sub(link, text))
+    return ADDRESS.sub(f'REPOSITORY = "{repository}"', text)
