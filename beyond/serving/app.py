@@ -22,13 +22,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from beyond.serving.answers import Answer, text_of
+from beyond.serving.answers import Answer, text_of, without_tokens
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
 from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
 from beyond.serving.metrics import engine_numbers, exposition
-from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
+from beyond.serving.protocol import Ask, Limits, RequestError, boolean, check_fields, parse_chat, parse_completion
+from beyond.serving.scoring import PromptLogprobs
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.contract.params import as_integer
@@ -76,6 +77,7 @@ class Api:
             Route("/v1/models/{model:path}", self.guarded(self.one_model), methods=["GET"]),
             Route("/tokenize", self.post(self.tokenize), methods=["POST"]),
             Route("/detokenize", self.post(self.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", self.guarded(self.tokenizer_info), methods=["GET"]),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             *more_routes,
@@ -159,16 +161,16 @@ class Api:
 
     async def tokenize(self, body: object) -> Response:
         """`POST /tokenize`: a text or a conversation to token ids, as in vLLM."""
-        fields = check_fields(body, {"model", "prompt", "messages"})
+        fields = check_fields(body, {"model", "prompt", "messages", "add_special_tokens"})
         self._check_model(fields.get("model"))
         prompt, messages = fields.get("prompt"), fields.get("messages")
-        given = fields.keys() & {"prompt", "messages"}
+        given, adds_special = fields.keys() & {"prompt", "messages"}, boolean(fields, "add_special_tokens", True)
         if len(given) != 1 or not (isinstance(prompt, str) or isinstance(messages, list)):
             raise RequestError("give prompt (a text) or messages (a list)", param="prompt")
         try:
             if messages is None:
                 assert isinstance(prompt, str)
-                ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt)
+                ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt, adds_special)
             else:
                 ids = await asyncio.to_thread(self._chat_ids, messages)
         except ValueError as error:
@@ -191,6 +193,13 @@ class Api:
                 param="tokens",
             )
         return JSONResponse({"prompt": text_of(ids, llm.tokenizer)})
+
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """`GET /tokenizer_info`: the special tokens and the chat template, as in vLLM."""
+        tokenizer = self.llm.llm.tokenizer
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        named = {"tokenizer_class": type(tokenizer).__name__, "chat_template": tokenizer.chat_template}
+        return JSONResponse({**special, **named, "max_model_len": self.llm.llm.max_model_len})
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are taken and steps succeed."""
@@ -216,23 +225,31 @@ class Api:
             requests = self._requests(ask)
         else:
             requests = await asyncio.to_thread(self._requests, ask)
-        answer = Answer(ask, self.model, self.llm.llm.tokenizer)
+        answer = Answer(ask, requests, self.model, self.llm.llm.tokenizer)
         if len(requests) > self.llm.max_unfinished:
             most = self.llm.max_unfinished
             raise RequestError(f"{len(requests)} answers were asked for; at most {most} can wait and run", param="n")
-        stream = self.llm.submit(requests)
         if ask.streams:
-            return EventStream(stream, answer, ask.include_usage)
+            return EventStream(self.llm.submit(requests), answer, ask.include_usage)
+        scores = [] if ask.scored is None else await self._scores(requests[:: ask.n], ask.scored)
+        if not ask.generates:
+            return JSONResponse(answer.whole([without_tokens(one) for one in requests], [[] for _ in requests], scores))
         outputs: dict[int, GenerationOutput] = {}
         tokens: dict[int, list[Token]] = {request.index: [] for request in requests}
-        with stream:
+        with self.llm.submit(requests) as stream:
             async for news in stream:
                 for request, event in news:
                     tokens[request.index] += event.tokens
                     if event.output is not None:
                         outputs[request.index] = event.output
         order = range(len(requests))
-        return JSONResponse(answer.whole([outputs[i] for i in order], [tokens[i] for i in order]))
+        return JSONResponse(answer.whole([outputs[i] for i in order], [tokens[i] for i in order], scores))
+
+    async def _scores(self, requests: list[Request], count: int) -> list[PromptLogprobs]:
+        try:
+            return await self.llm.score([request.prompt_token_ids for request in requests], count)
+        except ValueError as error:
+            raise RequestError(str(error), param="prompt_logprobs", code="unsupported_parameter") from None
 
     def _requests(self, ask: Ask) -> list[Request]:
         """Make a request per answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import cast
 
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News
 from beyond.serving.metrics import RequestMetrics
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
+from beyond.serving.scoring import PromptLogprobs, check_can_score, groups, score_prompts
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.entrypoints.frontend import Prompts
 from stage_a_naive.sampling import SamplingParams
@@ -28,6 +30,7 @@ from stage_e_batching.calls.mailbox import Event
 from stage_e_batching.llm import LLM
 
 TRIAL_SECONDS = 5  # for one token of an idle engine
+AGAIN_SECONDS = 0.02  # between two looks for free blocks
 
 
 class QueueFull(Exception):
@@ -99,6 +102,7 @@ class AsyncLLM:
         self.metrics = RequestMetrics()
         self._loop = asyncio.get_running_loop()
         self._all_done = asyncio.Event()
+        self._scoring = asyncio.Lock()  # one prefill at a time, so that steps run between two of them
         if isinstance(llm, RemoteLLM):
             self.engine_name = llm.package
             self.engine_loop = RemoteLoop(llm.process, self._hand_out)
@@ -113,12 +117,15 @@ class AsyncLLM:
             QueueFull: there is no room for them now.
             EngineClosed: there will be none any more.
         """
-        if self.draining:
-            raise EngineClosed("the server is shutting down; send the request elsewhere, or again when it is back")
+        self._check_open()
         self._admit(len(requests))
         stream = Stream(requests, self)
         self.engine_loop.submit(stream)
         return stream
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise EngineClosed("the server is shutting down; send the request elsewhere, or again when it is back")
 
     def _admit(self, num_requests: int) -> None:
         """Count new requests in, or raise `QueueFull` and count none."""
@@ -158,6 +165,31 @@ class AsyncLLM:
                 for _, event in news:
                     if event.text:
                         yield event.text
+
+    async def score(self, prompts: list[list[int]], count: int) -> list[PromptLogprobs]:
+        """Compute the log-probability of every token of some prompts, and of the `count` likeliest in its place.
+
+        Args:
+            prompts: token ids that `llm.requests` has checked.
+
+        Raises:
+            QueueFull, EngineClosed: as `submit`.
+            ValueError: the engine has several ranks.
+        """
+        check_can_score(self.llm.options)
+        self._check_open()
+        self._admit(len(prompts))
+        scored: list[PromptLogprobs] = []
+        try:
+            for group in groups(prompts):
+                function = partial(score_prompts, group, count)
+                async with self._scoring:
+                    while (found := await asyncio.wrap_future(self.engine_loop.call(function))) is None:
+                        await asyncio.sleep(AGAIN_SECONDS)  # running requests hold the blocks
+                scored += found
+        finally:
+            self._count_out(len(prompts))
+        return scored
 
     async def works(self) -> bool:
         """Tell whether requests are taken and steps succeed. An idle engine whose last step failed tries one more."""
