@@ -126,7 +126,9 @@ def test_an_echo_has_the_prompts_tokens_and_text_before_its_own(server, llm, max
     assert len(choices) == 4 * n
     for choice in choices:
         told = choice["logprobs"]
-        assert choice["text"].startswith(ANSWER) and {len(column) for column in told.values()} == {len(ids) + max_tokens}
+        assert choice["text"].startswith(ANSWER) and {len(column) for column in told.values()} == {
+            len(ids) + max_tokens
+        }
         assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
         assert told["token_logprobs"][1 : len(ids)] == [one[i] for i, one in zip(ids[1:], scores[1:], strict=True)]
         assert "".join(told["tokens"]) == choice["text"]

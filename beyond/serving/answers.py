@@ -74,10 +74,7 @@ class Answer:
                 text = (given if isinstance(given, str) else text_of(given, self._tokenizer)) + text
                 if scores:
                     told = [*map(Token, self._prompts[index], repeat(""), scores[prompt]), *told]
-            if self._ask.is_chat:
-                content = {"message": {"role": "assistant", "content": text}}
-            else:
-                content = {"text": text}
+            content = {"message": {"role": "assistant", "content": text}} if self._ask.is_chat else {"text": text}
             logprobs = self._logprobs(index, told)
             choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]}
             if self._ask.prompt_logprobs is not None:

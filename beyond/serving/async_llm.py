@@ -185,7 +185,7 @@ class AsyncLLM:
                 function = partial(score_prompts, group, count)
                 async with self._scoring:
                     while (found := await asyncio.wrap_future(self.engine_loop.call(function))) is None:
-                        await asyncio.sleep(AGAIN_SECONDS)  # running requests hold the blocks
+                        await asyncio.sleep(AGAIN_SECONDS)  # noqa: ASYNC110  running requests hold the blocks
                 scored += found
         finally:
             self._count_out(len(prompts))

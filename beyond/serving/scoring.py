@@ -9,7 +9,7 @@ states away but the last one of each prompt, and a token found in the prefix cac
 state at all. So prompts are scored in a prefill of their own, between two steps of the engine. It takes free blocks of
 the pool, shares none with the prefix cache, and gives them back. A prompt that is also continued runs twice.
 
-The scores of 2,048 rows of a vocabulary of 151,936 take 1.2 GB in float32, so they are made in pieces of `PIECE` scores.
+The scores of 2,048 rows of a vocabulary of 151,936 take 1.2 GB in float32, so they are made in pieces of `PIECE`.
 """
 
 from __future__ import annotations
