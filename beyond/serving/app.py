@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import Any
 
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -25,10 +27,11 @@ from starlette.types import ASGIApp
 from beyond.serving.answers import Answer, text_of, without_tokens
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
-from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
+from beyond.serving.event_stream import EventStream, unless_gone
 from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
-from beyond.serving.metrics import engine_numbers, exposition
+from beyond.serving.metrics import exposition
 from beyond.serving.protocol import Ask, Limits, RequestError, boolean, check_fields, parse_chat, parse_completion
+from beyond.serving.request_log import RequestLog
 from beyond.serving.scoring import PromptLogprobs
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.outputs import GenerationOutput, Request
@@ -55,16 +58,26 @@ class Api:
         limits: of one request.
         api_key: what clients must send as `Authorization: Bearer …`; None lets everybody in.
         defaults: sampling parameters for those that a request does not name.
+        hosts: names, besides `localhost` and numbers, under which the server may be asked where it has no key.
+        write_log: called with a line about every request; None writes none.
     """
 
     def __init__(
-        self, llm: AsyncLLM, model: str, limits: Limits, api_key: str | None, defaults: Mapping[str, float]
+        self,
+        llm: AsyncLLM,
+        model: str,
+        limits: Limits,
+        api_key: str | None,
+        defaults: Mapping[str, float],
+        hosts: Collection[str] = (),
+        write_log: Callable[[str], None] | None = None,
     ) -> None:
         self.llm = llm
         self.model = model
         self.limits = limits
         self.defaults = dict(defaults)
-        self._key = api_key
+        self._key, self._hosts = api_key, {"localhost", *(host.lower() for host in hosts)}
+        self._log = RequestLog(llm.metrics, write_log)
         self._created = int(time.time())
 
     def app(self, more_routes: Sequence[Route] = ()) -> App:
@@ -82,23 +95,18 @@ class Api:
             Route("/metrics", self.metrics),
             *more_routes,
         ]
-        return App(routes)
+        return App(routes, self._log)
 
     # ---- the door -----------------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Endpoint:
-        """Make an endpoint for clients with the key; an error that `handler` raises is answered as one."""
+        """Make an endpoint for clients with the key."""
 
         async def answer(request: HttpRequest) -> ASGIApp:
-            try:
-                self._check_key(request)
-                return await handler(request)
-            except (ClientGone, ClientDisconnect):
-                return Response(status_code=499)  # nobody reads it
-            except Exception as error:
-                return error_response(error)
+            self._check_key(request)
+            return await handler(request)
 
-        return Endpoint(answer)
+        return Endpoint(answer, self._log)
 
     def post(self, handler: Handler) -> Endpoint:
         """Make a guarded endpoint whose `handler` gets the body's JSON, and is cancelled when the client goes."""
@@ -113,6 +121,7 @@ class Api:
 
     def _check_key(self, request: HttpRequest) -> None:
         if self._key is None:
+            self._check_host(request.headers.get("host", ""))
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # Header bytes come as Latin-1. The comparison takes equally long wherever the two differ.
@@ -120,13 +129,33 @@ class Api:
         if scheme.lower() != "bearer" or not right:
             raise RequestError("send the server's key: Authorization: Bearer …", status=401, code="invalid_api_key")
 
+    def _check_host(self, host: str) -> None:
+        """Refuse a name that is not ours: a page of another site may have its own name lead to this machine.
+
+        A browser takes such a page for one of the server's own (DNS rebinding), but still sends the name that it was
+        given. A number is no name, and nobody else's.
+        """
+        name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
+        name = name.strip("[]").lower()
+        with suppress(ValueError):
+            ip_address(name)
+            return
+        if name and name not in self._hosts:
+            advice = "ask by its number, or start the server with --allowed-host or --api-key"
+            raise RequestError(f"this server is not called {shown(name)}; {advice}", status=403, code="unknown_host")
+
     async def read_body(self, request: HttpRequest) -> bytes:
-        """Read the body, no further than the limit. The connection's next message is its end."""
+        """Read the body, no further than the limits. The connection's next message is its end."""
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.limits.body_bytes:
-                raise RequestError(f"the body is longer than {self.limits.body_bytes} bytes", status=413)
+        try:
+            async with asyncio.timeout(self.limits.read_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.limits.body_bytes:
+                        raise RequestError(f"the body is longer than {self.limits.body_bytes} bytes", status=413)
+        except TimeoutError:
+            late = f"the body was not complete after {self.limits.read_seconds:g} s; send it again"
+            raise RequestError(late, status=408, code="read_timeout") from None
         return bytes(body)
 
     async def _read_json(self, request: HttpRequest) -> object:
@@ -213,9 +242,8 @@ class Api:
             return error_response(error)
 
     async def metrics_text(self) -> str:
-        """All metrics now; `EngineClosed` if the engine is."""
-        numbers = await asyncio.wrap_future(self.llm.engine_loop.call(engine_numbers))
-        return exposition(self.model, numbers, self.llm.metrics)
+        """All metrics now, or those that the engine told last if it does not answer; `EngineClosed` if it is."""
+        return exposition(self.model, await self.llm.numbers(), self.llm.metrics)
 
     # ---- answers ------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class Limits:
 
     Attributes:
         body_bytes: of the JSON text.
+        read_seconds: for it to arrive.
         prompts: in one request.
         n: answers per prompt.
         stops: stop strings, which are looked for after every token; stop token ids.
@@ -57,6 +58,7 @@ class Limits:
     """
 
     body_bytes: int = 4 << 20
+    read_seconds: float = 30
     prompts: int = 64
     n: int = 16
     stops: int = 16
@@ -112,6 +114,7 @@ SAMPLING = {
     "seed",
     "max_tokens",
 }
+ROLES = ("system", "user", "assistant", "tool")
 WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
 SHARED = SAMPLING | WHO_ASKS | {"model", "n", "stream", "stream_options", "logprobs"}
 COMPLETION_FIELDS = SHARED | {"prompt", "best_of", "echo", "prompt_logprobs"}
@@ -201,6 +204,11 @@ def parse_chat(body: object, limits: Limits, max_model_len: int, defaults: Mappi
     params = _sampling_params(fields, limits, (count or 0) if wanted else None, defaults)
     if not isinstance(fields.get("messages"), list):
         raise RequestError('messages must be a list of {"role": …, "content": …}', param="messages")
+    for message in fields["messages"]:
+        if isinstance(message, dict) and isinstance(role := message.get("role"), str) and role not in ROLES:
+            raise RequestError(
+                f"the role of a message is one of {', '.join(ROLES)}, got {shown(role)}", param="messages"
+            )
     return _ask([fields["messages"]], fields, params, limits, is_chat=True)
 
 
