@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import threading
@@ -12,6 +13,7 @@ from serving import CHAT, QUESTION, ask, engine, get, httpx, running, streamed, 
 from beyond.serving import async_llm
 from beyond.serving.__main__ import parse
 from beyond.serving.protocol import Limits
+from beyond.serving.server import with_origins
 
 llm = engine(max_num_seqs=4, num_kvcache_blocks=64)
 LINES: list[str] = []
@@ -150,6 +152,26 @@ def test_a_role_that_no_template_knows_is_refused_and_an_error_counts_no_convers
 def test_the_log_can_be_switched_off_and_the_limits_set():
     options, _ = parse(["--no-request-log", "--max-connections", "9", "--allowed-host", "a", "--allowed-host", "b"])
     assert (options.request_log, options.max_connections, options.allowed_host) == (False, 9, ["a", "b"])
+    assert parse(["--served-model-name", "mine"])[0].served_model_name == "mine"
     assert parse([])[0].request_log
     with pytest.raises(ValueError, match="--max-connections must be 1 or more, got 0"):
         parse(["--max-connections", "0"])
+
+
+def test_a_browser_lets_pages_of_an_allowed_origin_ask_and_no_others():
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+
+    async def inner(scope: object, receive: object, send: object) -> None:
+        raise AssertionError("a preflight request is answered before the API")
+
+    app = with_origins(inner, ["https://good.example"])
+    transport = httpx.ASGITransport(app)
+
+    async def preflight(origin: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.options("/v1/completions", headers=asked | {"Origin": origin})
+
+    good, other = (asyncio.run(preflight(f"https://{name}.example")) for name in ("good", "other"))
+    assert good.status_code == 200 and good.headers["access-control-allow-origin"] == "https://good.example"
+    assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+    assert with_origins(inner, []) is inner

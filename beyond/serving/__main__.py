@@ -69,8 +69,13 @@ def parse(
         metavar="NAME",
         help="without a key: answer requests to this name too, beside localhost and numbers; may be repeated",
     )
-    most = "connections that may be open; further ones get 503 (default: %(default)s)"
-    server.add_argument("--max-connections", type=int, default=4096, help=most)
+    most = "connections that may be open; further ones get 503 (default: 4096)"
+    server.add_argument("--max-connections", type=int, help=most)
+    origin = "a web page of this origin may ask (CORS); * for all; may be repeated"
+    server.add_argument("--allowed-origin", action="append", default=[], metavar="URL", help=origin)
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: its own name)"
+    )
     server.add_argument("--no-request-log", dest="request_log", action="store_false", help="no line per request")
     defaults = "sampling parameters of requests that name none: auto takes them from the model's generation_config.json"
     choices = {"choices": ("auto", "vllm"), "default": "auto"}
@@ -89,7 +94,7 @@ def parse(
     if options.max_queue < 0 or not options.deadline >= 0:
         given = f"got {options.max_queue} and {options.deadline:g}"
         raise ValueError(f"--max-queue and --deadline must be 0 or more, {given}")
-    if options.max_connections < 1:
+    if options.max_connections is not None and options.max_connections < 1:
         raise ValueError(f"--max-connections must be 1 or more, got {options.max_connections}")
     if options.host == "" or options.api_key == "":  # an empty host would be every address of this machine
         raise ValueError("--host and --api-key must not be empty")
@@ -148,14 +153,15 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
         llm,
         host=options.host,
         port=options.port,
-        model=llm.source.name,
+        model=options.served_model_name or llm.source.name,
         max_queue=options.max_queue,
         api_key=options.api_key,
         defaults=defaults,
         deadline=options.deadline,
         page=options.page,
         hosts=[options.host, *options.allowed_host],
-        max_connections=options.max_connections,
+        max_connections=options.max_connections or 4096,
+        origins=options.allowed_origin,
         write_log=say if options.request_log else None,
         on_ready=tell,
     )

@@ -11,11 +11,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from beyond.serving.address import listen
 from beyond.serving.app import Api
@@ -106,6 +108,11 @@ def say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let web pages of these origins ask `app` (CORS); without any, only its own pages and other programs can."""
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]) if origins else app
+
+
 async def serve(
     llm: LLM | RemoteLLM,
     *,
@@ -120,6 +127,7 @@ async def serve(
     page: bool = True,
     hosts: Collection[str] = (),
     max_connections: int = 4096,
+    origins: Sequence[str] = (),
     write_log: Callable[[str], None] | None = None,
     on_ready: Callable[[Server, int], None] | None = None,
 ) -> None:
@@ -131,6 +139,7 @@ async def serve(
         deadline: seconds for running answers once the end has begun.
         page: whether there is the live page at `/`, with its buttons that pause the engine for everybody.
         max_connections: open at a time; further ones get 503.
+        origins: whose pages a browser lets ask (CORS).
         on_ready: called with the server and its port when it listens.
 
     Raises:
@@ -142,7 +151,7 @@ async def serve(
     api = Api(async_llm, model, limits or Limits(), api_key, defaults or {}, hosts, write_log)
     view = LiveView(api) if page else None
     config = uvicorn.Config(
-        api.app(view.routes() if view else ()),
+        with_origins(api.app(view.routes() if view else ()), origins),
         log_level="warning",
         access_log=False,
         lifespan="off",
