@@ -92,6 +92,23 @@ def test_a_chat_goes_through_the_models_template(client, llm, content, system):
     assert choice["message"] == {"role": "assistant", "content": expected["text"]}
 
 
+THINKING = "{{ messages[0].content }}{% if not enable_thinking | default(true) %} /no_think{% endif %}"
+
+
+def test_a_chats_template_has_its_arguments_and_those_that_it_lacks_are_refused(client, llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", THINKING)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    [expected] = llm.generate([QUESTION + " /no_think"], GREEDY_PARAMS, False)
+    assert llm.chat(CHAT, GREEDY_PARAMS, False, **off)[0]["token_ids"] == expected["token_ids"]
+    [choice] = choices(client, messages=CHAT, **off, **GREEDY)
+    assert choice["message"]["content"] == expected["text"]
+    assert post(client, TOKENIZE, messages=CHAT, **off)["tokens"] == expected["prompt_token_ids"]
+    for name in ("thinking", "chat_template", "tokenize"):  # of no use to this template; a template; a function's own
+        error = refused(client, CHATS, messages=CHAT, chat_template_kwargs={name: "x"})
+        assert error["message"].startswith(f"the model's chat template has no argument '{name}'")
+    assert refused(client, CHATS, messages=CHAT, chat_template_kwargs=[1])["param"] == "chat_template_kwargs"
+
+
 def test_a_chat_without_a_limit_goes_on_to_its_end(client):
     [choice] = choices(client, messages=CHAT, temperature=0)
     assert choice["finish_reason"] == "stop" and choice["message"]["content"].endswith(".")

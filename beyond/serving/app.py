@@ -30,7 +30,16 @@ from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import EventStream, unless_gone
 from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
 from beyond.serving.metrics import exposition
-from beyond.serving.protocol import Ask, Limits, RequestError, boolean, check_fields, parse_chat, parse_completion
+from beyond.serving.protocol import (
+    Ask,
+    Limits,
+    RequestError,
+    boolean,
+    check_fields,
+    parse_chat,
+    parse_completion,
+    template_kwargs,
+)
 from beyond.serving.request_log import RequestLog
 from beyond.serving.scoring import PromptLogprobs
 from stage_a_naive.contract.errors import shown
@@ -190,7 +199,7 @@ class Api:
 
     async def tokenize(self, body: object) -> Response:
         """`POST /tokenize`: a text or a conversation to token ids, as in vLLM."""
-        fields = check_fields(body, {"model", "prompt", "messages", "add_special_tokens"})
+        fields = check_fields(body, {"model", "prompt", "messages", "add_special_tokens", "chat_template_kwargs"})
         self._check_model(fields.get("model"))
         prompt, messages = fields.get("prompt"), fields.get("messages")
         given, adds_special = fields.keys() & {"prompt", "messages"}, boolean(fields, "add_special_tokens", True)
@@ -201,7 +210,7 @@ class Api:
                 assert isinstance(prompt, str)
                 ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt, adds_special)
             else:
-                ids = await asyncio.to_thread(self._chat_ids, messages)
+                ids = await asyncio.to_thread(self._chat_ids, messages, template_kwargs(fields))
         except ValueError as error:
             raise refused_prompt(error, "prompt" if messages is None else "messages") from None
         return JSONResponse({"count": len(ids), "max_model_len": self.llm.llm.max_model_len, "tokens": ids})
@@ -282,7 +291,7 @@ class Api:
     def _requests(self, ask: Ask) -> list[Request]:
         """Make a request per answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""
         try:
-            prompts = [self._chat_ids(ask.prompts[0])] if ask.is_chat else ask.prompts
+            prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
             checked = self.llm.llm.requests(prompts, ask.params)
         except ValueError as error:
             raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
@@ -294,8 +303,8 @@ class Api:
             for i in range(ask.n)
         ]
 
-    def _chat_ids(self, messages: list) -> list[int]:
-        return self.llm.llm.chat_prompts([messages])[0]
+    def _chat_ids(self, messages: list, template_kwargs: Mapping[str, Any] | None) -> list[int]:
+        return self.llm.llm.chat_prompts([messages], template_kwargs)[0]
 
     def _card(self) -> dict[str, Any]:
         length = self.llm.llm.max_model_len

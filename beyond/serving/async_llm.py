@@ -204,7 +204,8 @@ class AsyncLLM:
             with suppress(Exception):  # the step's, which then is the new failure
                 async with asyncio.timeout(TRIAL_SECONDS):
                     await self.generate([[0]], SamplingParams(max_tokens=1))
-        await self.numbers()
+        with suppress(Exception):  # the engine is closed, which is seen below
+            await self.numbers()
         return not self.draining and self.engine_loop.failure is None and self.silence < STALL_SECONDS
 
     async def numbers(self) -> dict[str, float]:

@@ -79,6 +79,7 @@ class Ask:
         is_chat: whether `prompts` is a conversation.
         echo: whether each answer begins with its prompt.
         prompt_logprobs: the likeliest tokens to tell at every position of the prompts; None tells nothing of them.
+        template_kwargs: arguments of the chat template.
         generates: whether an answer has tokens of its own; else only the prompts are asked about.
     """
 
@@ -91,6 +92,7 @@ class Ask:
     is_chat: bool
     echo: bool = False
     prompt_logprobs: int | None = None
+    template_kwargs: Mapping[str, Any] | None = None
     generates: bool = True
 
     @property
@@ -118,9 +120,10 @@ ROLES = ("system", "user", "assistant", "tool")
 WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
 SHARED = SAMPLING | WHO_ASKS | {"model", "n", "stream", "stream_options", "logprobs"}
 COMPLETION_FIELDS = SHARED | {"prompt", "best_of", "echo", "prompt_logprobs"}
-CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 # Values that ask for nothing: mostly the defaults of fields that are not supported, which clients send all the same.
 ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
+    "chat_template_kwargs": ({},),
     "best_of": (1,),  # or `n`
     "echo": (False,),
     "suffix": ("",),
@@ -209,7 +212,8 @@ def parse_chat(body: object, limits: Limits, max_model_len: int, defaults: Mappi
             raise RequestError(
                 f"the role of a message is one of {', '.join(ROLES)}, got {shown(role)}", param="messages"
             )
-    return _ask([fields["messages"]], fields, params, limits, is_chat=True)
+    ask = _ask([fields["messages"]], fields, params, limits, is_chat=True)
+    return replace(ask, template_kwargs=template_kwargs(fields))
 
 
 def check_fields(body: object, known: set[str]) -> dict[str, Any]:
@@ -280,6 +284,14 @@ def _prompts(prompt: object, limits: Limits) -> list:
         f"prompt must be a text, a list of texts, a list of token ids, or a list of such lists, got {shown(prompt)}",
         param="prompt",
     )
+
+
+def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of the chat template; `RequestError` for anything but an object."""
+    value = fields.get("chat_template_kwargs")
+    if not (value is None or isinstance(value, dict)):
+        raise RequestError(f"chat_template_kwargs must be an object, got {shown(value)}", param="chat_template_kwargs")
+    return value
 
 
 def boolean(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
