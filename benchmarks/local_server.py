@@ -45,6 +45,7 @@ def local_server(*options: str, threads: int = 1, module: str = "beyond.serving"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", module, "--port", "0", "--generation-config", "vllm", *options]
+    command.append("--no-request-log")  # nobody reads its output while it serves
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = next((line.split()[-1] for line in server.stdout if line.startswith("[serving] API ")), None)

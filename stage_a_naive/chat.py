@@ -11,6 +11,8 @@ where a tokenizer has none, ChatML is used, the format of the Qwen models:
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,39 +23,62 @@ from stage_a_naive.contract.errors import one_line, shown
 Message = Mapping[str, Any]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
 
 
+# What transformers' own function takes, a template of the caller's among it.
+APPLY = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+
+
 def render_chats(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message] | Sequence[Sequence[Message]]
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write one conversation (a list of messages) or several (a list of such lists) out, each as `render_chat`."""
     listed = list(messages) if _is_list(messages) else []
     if not listed or isinstance(listed[0], Mapping):
-        return [render_chat(tokenizer, cast("Sequence[Message]", listed or messages))]
+        return [render_chat(tokenizer, cast("Sequence[Message]", listed or messages), template_kwargs)]
     texts = []
     for i, conversation in enumerate(listed):
         try:
-            texts.append(render_chat(tokenizer, cast("Sequence[Message]", conversation)))
+            texts.append(render_chat(tokenizer, cast("Sequence[Message]", conversation), template_kwargs))
         except ValueError as error:
             raise ValueError(f"conversation {i}: {error}") from error
     return texts
 
 
-def render_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> str:
+def render_chat(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+) -> str:
     """Write a conversation out as the prompt text that the model was trained on, open for the assistant's answer.
 
+    Args:
+        template_kwargs: arguments of the model's template, such as Qwen3's `enable_thinking`.
+
     Raises:
-        ValueError: no message at all, a message without role or content, or one that the template refuses.
+        ValueError: no message at all, a message without role or content, one that the template refuses, or an argument
+            that the template does not have.
     """
     plain = [_plain(message) for message in messages] if _is_list(messages) else []
     if not plain:
         raise ValueError(f"a conversation is a list of at least one message, got {shown(messages)}")
+    given = _template_kwargs(tokenizer.chat_template, template_kwargs)
     if not tokenizer.chat_template:
         return chatml(plain)
     try:
-        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **given)
     except Exception as error:  # a template is a program of the model's authors, and may raise anything
         raise ValueError(f"the model's chat template refuses the conversation: {one_line(error)}") from error
     assert isinstance(text, str)  # as `tokenize=False` asks
     return text
+
+
+def _template_kwargs(template: Any, given: object) -> dict[str, Any]:
+    """Check a template's arguments: one that it does not use would be ignored."""
+    if not (given is None or isinstance(given, Mapping)):
+        raise ValueError(f"chat_template_kwargs must be a dict, got {shown(given)}")
+    for name in given or ():
+        if name in APPLY or not isinstance(template, str) or not re.search(rf"\b{re.escape(str(name))}\b", template):
+            raise ValueError(f"the model's chat template has no argument {shown(name)}; leave it out")
+    return dict(given or {})
 
 
 def _is_list(value: object) -> bool:

@@ -16,6 +16,7 @@ httpx = pytest.importorskip("httpx")
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="the server of beyond/serving: pip install -e .[serve]")
 
+from beyond.serving.metrics import RequestMetrics  # noqa: E402
 from beyond.serving.remote_engine import EngineDied, RemoteLLM  # noqa: E402
 from beyond.serving.server import serve  # noqa: E402
 from stage_e_batching.llm import LLM  # noqa: E402
@@ -80,6 +81,11 @@ def streamed(server: SimpleNamespace, **body: object):
 
 def get(server: SimpleNamespace, path: str) -> httpx.Response:
     return httpx.get(f"{server.url}{path}", timeout=60)
+
+
+def num_ended(metrics: RequestMetrics, reason: str) -> float:
+    """How many requests have ended for this reason."""
+    return metrics.registry.get_sample_value("vllm:request_success_total", {"finished_reason": reason})
 
 
 def wait_until(happens: Callable[[], object], seconds: float = 30) -> None:

@@ -92,6 +92,23 @@ def test_a_chat_goes_through_the_models_template(client, llm, content, system):
     assert choice["message"] == {"role": "assistant", "content": expected["text"]}
 
 
+THINKING = "{{ messages[0].content }}{% if not enable_thinking | default(true) %} /no_think{% endif %}"
+
+
+def test_a_chats_template_has_its_arguments_and_those_that_it_lacks_are_refused(client, llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", THINKING)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    [expected] = llm.generate([QUESTION + " /no_think"], GREEDY_PARAMS, False)
+    assert llm.chat(CHAT, GREEDY_PARAMS, False, **off)[0]["token_ids"] == expected["token_ids"]
+    [choice] = choices(client, messages=CHAT, **off, **GREEDY)
+    assert choice["message"]["content"] == expected["text"]
+    assert post(client, TOKENIZE, messages=CHAT, **off)["tokens"] == expected["prompt_token_ids"]
+    for name in ("thinking", "chat_template", "tokenize"):  # of no use to this template; a template; a function's own
+        error = refused(client, CHATS, messages=CHAT, chat_template_kwargs={name: "x"})
+        assert error["message"].startswith(f"the model's chat template has no argument '{name}'")
+    assert refused(client, CHATS, messages=CHAT, chat_template_kwargs=[1])["param"] == "chat_template_kwargs"
+
+
 def test_a_chat_without_a_limit_goes_on_to_its_end(client):
     [choice] = choices(client, messages=CHAT, temperature=0)
     assert choice["finish_reason"] == "stop" and choice["message"]["content"].endswith(".")
@@ -152,7 +169,7 @@ def test_an_end_that_comes_after_its_last_token_is_told_too(llm, is_chat, logpro
     token = Token(5, "x", {5: -0.5})
 
     def told(*events: Event) -> list[dict]:
-        found = sent(Answer(ask, "tutor", llm.tokenizer), *((request, event) for event in events))
+        found = sent(Answer(ask, [request], "tutor", llm.tokenizer), *((request, event) for event in events))
         text = b"".join(message.get("body", b"") for message in found).decode()
         return [message["choices"][0] for message in messages(text)]
 
@@ -167,14 +184,14 @@ def test_a_streams_prompts_count_once_in_whatever_order_their_answers_end(llm):
     requests = llm.requests([[5], [5], [5] * 9, [5] * 9], SamplingParams(max_tokens=1))
     outputs = llm.generate([request.prompt_token_ids for request in requests], SamplingParams(max_tokens=1), False)
     news = [(requests[i], Event(i, [], "", outputs[i])) for i in (0, 2, 1, 3)]
-    last = sent(Answer(ask, "tutor", llm.tokenizer), *news, include_usage=True)[-1]
+    last = sent(Answer(ask, requests, "tutor", llm.tokenizer), *news, include_usage=True)[-1]
     end, usage = messages(last["body"].decode())  # one write
     assert end["choices"][0]["index"] == 3 and usage["usage"]["prompt_tokens"] == 1 + 9
 
 
 def test_a_connection_that_breaks_while_events_are_sent_is_no_failure_of_the_server(llm, capsys):
     [request] = llm.requests([[5]], SamplingParams(max_tokens=2))
-    answer = Answer(parse_completion({"prompt": [5], "stream": True}, Limits()), "tutor", llm.tokenizer)
+    answer = Answer(parse_completion({"prompt": [5], "stream": True}, Limits()), [request], "tutor", llm.tokenizer)
     assert len(sent(answer, (request, Event(0, [Token(5, "x")], "x")), breaks=True)) == 2
     assert capsys.readouterr().err == ""
 
@@ -278,7 +295,7 @@ def told_logprobs(llm, count: int | None, *tokens: dict[int, float]) -> list[dic
         ask = parse_chat({"messages": CHAT, "logprobs": True}, Limits(), 64)
     else:
         ask = parse_completion({"prompt": "x", "logprobs": count}, Limits())
-    answer = Answer(ask, "tutor", llm.tokenizer)
+    answer = Answer(ask, llm.requests(["x"]), "tutor", llm.tokenizer)
     chunks = [json.loads(answer.chunk(0, Token(next(iter(one)), "", one), None)) for one in tokens]
     return [chunk["choices"][0]["logprobs"] for chunk in chunks]
 
@@ -401,7 +418,8 @@ WRONG = {  # fields of a completion, with values that are not supported or out o
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "json_object"}],
     "best_of": [3],
-    "echo": [True],
+    "echo": [1],
+    "prompt_logprobs": [-1, 21, True],
     "tempreature": [0],
     "temperature": [-1, "hot"],
     "top_p": [2],
@@ -443,7 +461,8 @@ REFUSALS = [  # path, body, what the error says; its message begins so
     (COMPLETIONS, {"prompt": LONG_PROMPT}, TOO_LONG | {"param": "prompt"}),
     (CHATS, {"messages": [{"role": "user", "content": LONG_PROMPT}]}, TOO_LONG | {"param": "messages"}),
     (COMPLETIONS, ASK | {"model": "gpt-4"}, NO_MODEL),
-    (TOKENIZE, {"prompt": "x", "add_special_tokens": False}, {"param": "add_special_tokens"}),
+    (TOKENIZE, {"prompt": "x", "add_special_tokens": 1}, {"param": "add_special_tokens"}),
+    (COMPLETIONS, ASK | {"echo": True, "stream": True}, {"param": "echo", "code": "unsupported_parameter"}),
     *((TOKENIZE, {"prompt": p, "messages": m}, {"param": "prompt"}) for p, m in (("x", CHAT), ("x", {}), (5, CHAT))),
 ]
 

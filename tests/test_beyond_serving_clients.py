@@ -89,6 +89,7 @@ def test_langchain_asks_and_streams(server, answer, monkeypatch):
 
 def test_the_command_serves_until_a_signal_and_finishes_what_runs():
     command = [sys.executable, "-m", "beyond.serving", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "256"]
+    command += ["--no-request-log"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import TextIO
 
 import pytest
-from serving import LONG, QUESTION, ask, assert_idle, get, messages, running, streamed, until, wait_until
+from serving import LONG, QUESTION, ask, assert_idle, get, messages, num_ended, running, streamed, until, wait_until
 
 from beyond.serving import AsyncLLM, event_stream
 from beyond.serving.async_llm import QueueFull, Stream
@@ -55,8 +55,8 @@ def connect(server) -> socket.socket:
 
 def post_bytes(body: dict) -> bytes:
     text = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
-    return f"{head}\r\n\r\n".encode() + text
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
 
 @contextmanager
@@ -123,11 +123,11 @@ def test_three_hundred_connections_that_are_dropped_at_random_leave_no_block_in_
             return data is long and b" 200 " in came
         return False
 
-    aborted = server.llm.metrics.num_ended["abort"]
+    aborted = num_ended(server.llm.metrics, "abort")
     with ThreadPoolExecutor(8) as pool:
         left = sum(pool.map(drop, range(300)))
     wait_until(lambda: server.llm.num_unfinished == 0)
-    assert server.llm.metrics.num_ended["abort"] - aborted >= left > 9
+    assert num_ended(server.llm.metrics, "abort") - aborted >= left > 9
     assert_idle(llm)
     assert ask(server).status_code == 200
 
@@ -160,7 +160,7 @@ def test_a_client_that_takes_nothing_in_is_left_and_one_that_waits_for_the_engin
     monkeypatch.setattr(event_stream, "SEND_SECONDS", 0.1)
     with running(llm) as server:
         with asked_without_reading(server):
-            wait_until(lambda: server.llm.metrics.num_ended["abort"] == 1)
+            wait_until(lambda: num_ended(server.llm.metrics, "abort") == 1)
         with paused(server), streamed(server, max_tokens=3) as response:
             run_steps(server, llm, 2)
             lines = (line for line in response.iter_lines() if line)
@@ -313,7 +313,7 @@ def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
             wait_until(lambda: not call(lambda engine: engine.has_unfinished()).result(30))  # its end is out
         assert many.num_unfinished == 0
         await asyncio.sleep(0.01)  # and now it comes in
-        assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 1
+        assert many.num_unfinished == 0 and num_ended(many.metrics, "abort") == 1
         await many.close()
 
     asyncio.run(use())
@@ -360,7 +360,7 @@ def test_asyncio_generates_streams_cancels_and_is_refused(llm):
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        assert many.num_unfinished == 0 and many.metrics.num_ended["abort"] == 5
+        assert many.num_unfinished == 0 and num_ended(many.metrics, "abort") == 5
 
         left = asyncio.create_task(many.generate([QUESTION], ENDLESS))  # still paused: it will not end
         await until(lambda: many.num_unfinished)
@@ -405,7 +405,7 @@ def test_what_takes_longer_than_the_deadline_is_told_so(llm):
 
 def test_a_client_that_takes_nothing_in_does_not_keep_the_server_and_is_no_error(llm, capsys):
     with running(llm) as server, asked_without_reading(server, max_tokens=200):
-        wait_until(lambda: server.llm.metrics.num_ended["length"] == 1)
+        wait_until(lambda: num_ended(server.llm.metrics, "length") == 1)
         server.server.handle_exit(15, None)
         wait_until(lambda: not server.thread.is_alive())
     assert "ERROR" not in capsys.readouterr().err

@@ -13,7 +13,7 @@ from serving import ask, engine, get, running, streamed, wait_until
 
 import stage_e_batching
 from beyond.serving.engine_loop import Call
-from beyond.serving.metrics import Histogram, RequestMetrics, engine_numbers, exposition
+from beyond.serving.metrics import RequestMetrics, engine_numbers, exposition
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls.mailbox import Event
 
@@ -38,6 +38,9 @@ def samples(text: str) -> dict[str, float]:
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
             labels = dict(sample.labels)
+            if "process_" in sample.name:
+                assert not labels
+                continue
             assert labels.pop("model_name") == 'a "quoted" name'
             found["/".join([sample.name, *labels.values()])] = sample.value
     return found
@@ -51,7 +54,7 @@ def test_counters_and_histograms_tell_what_was_asked_and_answered(server):
     before = read(server)
     for _ in range(3):
         assert ask(server, prompt=PROMPT, max_tokens=20, ignore_eos=True).status_code == 200
-    grown = {name: value - before[name] for name, value in read(server).items()}
+    grown = {name: value - before.get(name, 0) for name, value in read(server).items()}
     assert grown["vllm:prompt_tokens_total"] == grown["vllm:prefix_cache_queries_total"] == 150
     assert grown["vllm:prefix_cache_hits_total"] == 2 * 48  # the second and third find three blocks of the first
     assert grown["vllm:generation_tokens_total"] == 60
@@ -98,21 +101,43 @@ def test_without_a_prefix_cache_nothing_is_looked_up_in_it():
     assert (numbers["prompt_tokens"], numbers["prefix_cache_queries"], numbers["prefix_cache_hits"]) == (3, 0, 0)
 
 
-def test_a_histogram_counts_every_value_at_its_limit_or_below():
-    histogram = Histogram("x", "X", (1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
-        histogram.observe(value)
-    assert histogram.counts == [2, 2, 1] and histogram.sum == 14.0
-
-
 def test_a_request_waits_until_its_first_step_and_one_that_fails_is_counted_as_such(llm):
     metrics, [request] = RequestMetrics(), llm.requests(["x"])
     call = Call([request])
     output = {"finish_reason": "stop", "metrics": {"ttft": 3.0, "prefill_time": 2.0}}
     metrics.observe(call.arrival_time + 7, call, request, Event(0, [], "", output))
     metrics.observe(call.arrival_time + 9, call, request, Event(1, [], "", error=RuntimeError()))
-    assert metrics.queue_time.sum == 1 and math.isclose(metrics.whole_request.sum, 7)
-    assert metrics.num_ended == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+    told = samples(exposition('a "quoted" name', {}, metrics))
+    assert told["vllm:request_queue_time_seconds_sum"] == 1
+    assert math.isclose(told["vllm:e2e_request_latency_seconds_sum"], 7)
+    ended = {reason: told[f"vllm:request_success_total/{reason}"] for reason in ("stop", "length", "abort", "error")}
+    assert ended == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+
+
+def test_a_request_that_leaves_before_its_first_token_has_waited_until_then(server, llm):
+    before = read(server)
+    server.llm.engine_loop.pause()
+    with streamed(server, n=3):
+        wait_until(lambda: server.llm.num_unfinished == 3)
+    wait_until(lambda: not server.llm.num_unfinished)
+    server.llm.engine_loop.resume()
+    grown = {name: value - before[name] for name, value in read(server).items() if name in before}
+    assert grown["vllm:request_queue_time_seconds_count"] == grown["vllm:request_success_total/abort"] == 3
+
+
+def test_refused_and_failed_requests_are_counted_by_code(server):
+    assert ask(server, temperature=-1).status_code == 400
+    assert ask(server, model="none").status_code == 404
+    assert get(server, "/of/my/own").status_code == 404
+    told = read(server)
+    assert told["http_requests_total/invalid_request//v1/completions/400"] >= 1
+    assert told["http_requests_total/model_not_found//v1/completions/404"] == 1
+    assert told["http_requests_total/no_such_path/other/404"] == 1
+    assert told["http_requests_total///v1/completions/200"] >= 3
+
+
+def test_the_processes_are_told(server):
+    assert "\nprocess_resident_memory_bytes " in get(server, "/metrics").text
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are(llm):

@@ -332,8 +332,10 @@ def test_the_server_tells_how_many_guesses_were_right(plain):
     llm.generate(PROMPTS[:1], GREEDY, False)
     lines = exposition("tiny", engine_numbers(llm.calls), RequestMetrics()).splitlines()
     counters = llm.engine.counters
-    assert f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens}' in lines
-    assert f'vllm:spec_decode_num_draft_tokens_total{{model_name="tiny"}} {counters.num_draft_tokens}' in lines
+    assert (
+        f'vllm:spec_decode_num_accepted_tokens_total{{model_name="tiny"}} {counters.num_accepted_tokens:.1f}' in lines
+    )
+    assert f'vllm:spec_decode_num_draft_tokens_total{{model_name="tiny"}} {counters.num_draft_tokens:.1f}' in lines
     assert "spec_decode" not in exposition("e", engine_numbers(plain.calls), RequestMetrics())
 
 

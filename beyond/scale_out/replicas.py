@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from itertools import groupby
 from typing import Any
@@ -51,6 +51,7 @@ class Engine:
         max_queue, api_key: as in `beyond.serving.server.serve`.
         generation_config: as in `sampling_defaults`.
         release: all replicas are replaced by those of a new one.
+        model, hosts, request_log: the name under which clients ask, and the server's own names and log, as in `Api`.
     """
 
     async def __init__(
@@ -61,13 +62,17 @@ class Engine:
         api_key: str | None,
         generation_config: str,
         release: int,
+        model: str | None = None,
+        hosts: Collection[str] = (),
+        request_log: bool = True,
     ) -> None:
         llm = await asyncio.to_thread(lambda: RemoteLLM(EngineProcess(engine, options)))
         self.llm = AsyncLLM(llm, max_queue)
         assert isinstance(self.llm.engine_loop, RemoteLoop)
         self.llm.engine_loop.on_death = self._end_with_engine
         defaults = sampling_defaults(llm.source, generation_config)
-        self.api = Api(self.llm, llm.source.name, Limits(), api_key, defaults)
+        write = print if request_log else None  # into Ray's log
+        self.api = Api(self.llm, model or llm.source.name, Limits(), api_key, defaults, hosts, write)
         self.app = self.api.app()
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
@@ -204,9 +209,17 @@ def merge_metrics(texts: dict[str, str]) -> str:
             if is_comment:
                 head = "\n".join(lines)
             else:
-                labelled = (line.replace("{", f'{{replica="{replica}",', 1) for line in lines)
-                families.setdefault(head, []).extend(labelled)
+                families.setdefault(head, []).extend(with_label(line, f'replica="{replica}"') for line in lines)
     return "".join(f"{head}\n" + "".join(f"{line}\n" for line in lines) for head, lines in families.items())
+
+
+def with_label(sample: str, label: str) -> str:
+    """Add a label to a sample, which may have none yet: `name value`, or `name{labels} value`."""
+    name, brace, rest = sample.partition("{")
+    if brace:
+        return f"{name}{{{label},{rest}"
+    name, _, value = sample.partition(" ")
+    return f"{name}{{{label}}} {value}"
 
 
 def application(
@@ -221,11 +234,14 @@ def application(
     deadline: float = 30,
     release: int = 0,
     has_room: bool = True,
+    model: str | None = None,
+    hosts: Collection[str] = (),
+    request_log: bool = True,
 ) -> serve.Application:
     """Make the application, for `serve.run`.
 
     Args:
-        engine, options, max_queue, api_key, generation_config, release: as in `Engine`.
+        engine, options, max_queue, api_key, generation_config, release, model, hosts, request_log: as in `Engine`.
         replicas: engines.
         gpus: of each replica.
         deadline: seconds for a replica's running answers when it is replaced.
@@ -254,4 +270,5 @@ def application(
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": CPUS, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
     )
-    return router.bind(engines.bind(engine, options, max_queue, api_key, generation_config, release))
+    given = engine, options, max_queue, api_key, generation_config, release, model, list(hosts), request_log
+    return router.bind(engines.bind(*given))

@@ -48,6 +48,9 @@ def run(argv: list[str] | None) -> int:
     options, engine_options = parse(argv, own)
     if options.replicas < 1:
         raise ValueError(f"--replicas must be 1 or more, got {options.replicas}")
+    for name in ("max_connections", "allowed_origin"):
+        if getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} is for a single server: Ray listens here; leave it out")
     if engine_options.get("trace"):
         raise ValueError("--trace is one file, and each replica would write over it: trace a single server")
     with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
@@ -112,6 +115,9 @@ def serve_releases(options: argparse.Namespace, engine_options: dict[str, Any], 
             generation_config=options.generation_config,
             deadline=options.deadline,
             release=release,
+            model=options.served_model_name,
+            hosts=[options.host, *options.allowed_host],
+            request_log=options.request_log,
             has_room=ray.available_resources().get("GPU", 0) >= gpus,
         )
         try:

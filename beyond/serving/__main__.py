@@ -62,6 +62,21 @@ def parse(
     server.add_argument("--max-queue", type=int, default=256, help="requests that may wait (default: %(default)s)")
     deadline = "seconds that running answers have when the server ends (default: %(default)s)"
     server.add_argument("--deadline", type=float, default=30, help=deadline)
+    server.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="without a key: answer requests to this name too, beside localhost and numbers; may be repeated",
+    )
+    most = "connections that may be open; further ones get 503 (default: 4096)"
+    server.add_argument("--max-connections", type=int, help=most)
+    origin = "a web page of this origin may ask (CORS); * for all; may be repeated"
+    server.add_argument("--allowed-origin", action="append", default=[], metavar="URL", help=origin)
+    server.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: its own name)"
+    )
+    server.add_argument("--no-request-log", dest="request_log", action="store_false", help="no line per request")
     defaults = "sampling parameters of requests that name none: auto takes them from the model's generation_config.json"
     choices = {"choices": ("auto", "vllm"), "default": "auto"}
     server.add_argument("--generation-config", **choices, help=f"{defaults} (default: %(default)s)")
@@ -79,6 +94,8 @@ def parse(
     if options.max_queue < 0 or not options.deadline >= 0:
         given = f"got {options.max_queue} and {options.deadline:g}"
         raise ValueError(f"--max-queue and --deadline must be 0 or more, {given}")
+    if options.max_connections is not None and options.max_connections < 1:
+        raise ValueError(f"--max-connections must be 1 or more, got {options.max_connections}")
     if options.host == "" or options.api_key == "":  # an empty host would be every address of this machine
         raise ValueError("--host and --api-key must not be empty")
     check_names(options.model, options.device, options.dtype)
@@ -136,12 +153,16 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
         llm,
         host=options.host,
         port=options.port,
-        model=llm.source.name,
+        model=options.served_model_name or llm.source.name,
         max_queue=options.max_queue,
         api_key=options.api_key,
         defaults=defaults,
         deadline=options.deadline,
         page=options.page,
+        hosts=[options.host, *options.allowed_host],
+        max_connections=options.max_connections or 4096,
+        origins=options.allowed_origin,
+        write_log=say if options.request_log else None,
         on_ready=tell,
     )
     freeze_heap()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
+from beyond.serving.scoring import PromptLogprobs
 from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
-from stage_a_naive.contract.outputs import GenerationOutput
+from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request
 from stage_e_batching.calls.mailbox import Token
 
 MARK = "\0"  # where the text goes
@@ -28,6 +30,7 @@ class Answer:
 
     Args:
         ask: what was asked.
+        requests: one for each choice.
         model: the model's name.
         tokenizer: to write tokens out where their log-probabilities are asked for.
 
@@ -35,10 +38,12 @@ class Answer:
         num_choices: of the whole answer, those to all prompts.
     """
 
-    def __init__(self, ask: Ask, model: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, ask: Ask, requests: Sequence[Request], model: str, tokenizer: PreTrainedTokenizerFast) -> None:
         kind, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
         self._ask = ask
-        self.num_choices = len(ask.prompts) * ask.n
+        self.num_choices = len(requests)
+        self._prompts = [request.prompt_token_ids for request in requests]
+        self._num_told: Counter[int] = Counter()  # tokens of each choice
         self._tokenizer = tokenizer
         name = f"{prefix}-{os.urandom(16).hex()}"
         self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
@@ -48,27 +53,41 @@ class Answer:
         self._decoders: dict[int, IncrementalDecoder] = {}  # by choice: say where a token begins in the text
         self._offsets: dict[int, int] = {}  # characters of each choice so far, told or held back
 
-    def whole(self, outputs: Sequence[GenerationOutput], tokens: Sequence[Sequence[Token]]) -> dict[str, Any]:
+    def whole(
+        self,
+        outputs: Sequence[GenerationOutput],
+        tokens: Sequence[Sequence[Token]],
+        scores: Sequence[PromptLogprobs] = (),
+    ) -> dict[str, Any]:
         """Write the whole answer.
 
         Args:
             outputs: one for each choice.
             tokens: the tokens of each choice.
+            scores: the log-probabilities of each prompt, where they were asked for.
         """
         choices = []
         for index, output in enumerate(outputs):
-            if self._ask.is_chat:
-                content = {"message": {"role": "assistant", "content": output["text"]}}
-            else:
-                content = {"text": output["text"]}
-            logprobs = self._logprobs(index, tokens[index])
-            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]})
+            prompt, told, text = index // self._ask.n, tokens[index], output["text"]
+            if self._ask.echo:
+                given = self._ask.prompts[prompt]
+                text = (given if isinstance(given, str) else text_of(given, self._tokenizer)) + text
+                if scores:
+                    told = [*map(Token, self._prompts[index], repeat(""), scores[prompt]), *told]
+            content = {"message": {"role": "assistant", "content": text}} if self._ask.is_chat else {"text": text}
+            logprobs = self._logprobs(index, told)
+            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]}
+            if self._ask.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._prompt_logprobs(index, scores[prompt])
+            choices.append(choice)
         return self._head | {"choices": choices, "usage": self.usage(outputs)}
 
     def chunk(self, index: int, token: Token | None, finish_reason: str | None) -> str:
         """One token of choice number `index` as JSON, also when its text is still empty; None is an end alone."""
         tells_role = self._ask.is_chat and index not in self._begun
-        if finish_reason or tells_role or self._ask.params.logprobs is not None:
+        if self._ask.continuous_usage:
+            self._num_told[index] += token is not None
+        if finish_reason or tells_role or self._ask.params.logprobs is not None or self._ask.continuous_usage:
             chunk = as_json(self._chunk(index, token, finish_reason))
             self._begun.add(index)
             return chunk
@@ -87,7 +106,11 @@ class Answer:
             content = {"text": text}
         logprobs = self._logprobs(index, [token] if token else [])
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage = {"usage": None} if self._ask.include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._ask.include_usage else {}
+        if self._ask.continuous_usage:
+            prompt, completion = len(self._prompts[index]), self._num_told[index]
+            numbers = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            usage = {"usage": numbers}
         return self._chunk_head | {"choices": [choice]} | usage
 
     def usage_chunk(self, outputs: Sequence[GenerationOutput]) -> str:
@@ -117,15 +140,37 @@ class Answer:
         for token in tokens:
             decoder = self._decoders.setdefault(index, IncrementalDecoder(self._tokenizer))
             offset = self._offsets.get(index, 0)
-            assert token.logprobs is not None  # they were asked for
             self._offsets[index] = offset + len(decoder.append(token.token_id))
             written["tokens"].append(text_of([token.token_id], self._tokenizer))
-            written["token_logprobs"].append(token.logprobs[token.token_id])
-            top: dict[str, float] = {}
-            for i, value in token.logprobs.items():  # likeliest first, so of tokens that look alike that one is told
-                top.setdefault(text_of([i], self._tokenizer), value)
-            written["top_logprobs"].append(top)
             written["text_offset"].append(offset)
+            if token.logprobs is None:  # the first token of a prompt: nothing is before it
+                written["token_logprobs"].append(None)
+                written["top_logprobs"].append(None)
+                continue
+            value = token.logprobs[token.token_id]
+            written["token_logprobs"].append(value)
+            top: dict[str, float] = {}
+            likeliest = list(token.logprobs.items())[:count]
+            for i, likely in [*likeliest, (token.token_id, value)]:  # of tokens that look alike the likeliest is told
+                top.setdefault(text_of([i], self._tokenizer), likely)
+            written["top_logprobs"].append(top)
+        return written
+
+    def _prompt_logprobs(self, index: int, scores: PromptLogprobs) -> list[dict[str, Any] | None]:
+        """Write the log-probabilities of a prompt by token ids, as vLLM does; a rank is known of the likeliest."""
+        written: list[dict[str, Any] | None] = []
+        for token_id, found in zip(self._prompts[index], scores, strict=True):
+            if found is None:
+                written.append(None)
+                continue
+            ranks = {i: rank for rank, i in enumerate(found, 1) if rank <= (self._ask.prompt_logprobs or 0)}
+            written.append(
+                {
+                    str(i): {"logprob": value, "rank": ranks.get(i), "decoded_token": text_of([i], self._tokenizer)}
+                    for i, value in found.items()
+                    if i in ranks or i == token_id
+                }
+            )
         return written
 
     def _chat_logprobs(self, token: Token, count: int) -> dict[str, Any]:
@@ -137,6 +182,22 @@ class Answer:
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = text_of([token_id], self._tokenizer)
         return {"token": text, "logprob": logprob, "bytes": bytes_of(token_id, text, self._tokenizer)}
+
+
+def without_tokens(request: Request) -> GenerationOutput:
+    """Make the output of a request whose prompt alone is asked about."""
+    prompt = request.prompt_token_ids
+    metrics = Metrics(
+        prefill_time=0,
+        decode_time=0,
+        ttft=0,
+        tpot=0,
+        num_prompt_tokens=len(prompt),
+        num_cached_tokens=0,
+        num_generated_tokens=0,
+        tokens_per_sec=0,
+    )
+    return GenerationOutput(text="", token_ids=[], prompt_token_ids=prompt, finish_reason="length", metrics=metrics)
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:

@@ -11,24 +11,37 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import Any
 
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from beyond.serving.answers import Answer, text_of
+from beyond.serving.answers import Answer, text_of, without_tokens
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
-from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
+from beyond.serving.event_stream import EventStream, unless_gone
 from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
-from beyond.serving.metrics import engine_numbers, exposition
-from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
+from beyond.serving.metrics import exposition
+from beyond.serving.protocol import (
+    Ask,
+    Limits,
+    RequestError,
+    boolean,
+    check_fields,
+    parse_chat,
+    parse_completion,
+    template_kwargs,
+)
+from beyond.serving.request_log import RequestLog
+from beyond.serving.scoring import PromptLogprobs
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.contract.params import as_integer
@@ -54,16 +67,26 @@ class Api:
         limits: of one request.
         api_key: what clients must send as `Authorization: Bearer …`; None lets everybody in.
         defaults: sampling parameters for those that a request does not name.
+        hosts: names, besides `localhost` and numbers, under which the server may be asked where it has no key.
+        write_log: called with a line about every request; None writes none.
     """
 
     def __init__(
-        self, llm: AsyncLLM, model: str, limits: Limits, api_key: str | None, defaults: Mapping[str, float]
+        self,
+        llm: AsyncLLM,
+        model: str,
+        limits: Limits,
+        api_key: str | None,
+        defaults: Mapping[str, float],
+        hosts: Collection[str] = (),
+        write_log: Callable[[str], None] | None = None,
     ) -> None:
         self.llm = llm
         self.model = model
         self.limits = limits
         self.defaults = dict(defaults)
-        self._key = api_key
+        self._key, self._hosts = api_key, {"localhost", *(host.lower() for host in hosts)}
+        self._log = RequestLog(llm.metrics, write_log)
         self._created = int(time.time())
 
     def app(self, more_routes: Sequence[Route] = ()) -> App:
@@ -76,27 +99,23 @@ class Api:
             Route("/v1/models/{model:path}", self.guarded(self.one_model), methods=["GET"]),
             Route("/tokenize", self.post(self.tokenize), methods=["POST"]),
             Route("/detokenize", self.post(self.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", self.guarded(self.tokenizer_info), methods=["GET"]),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             *more_routes,
         ]
-        return App(routes)
+        return App(routes, self._log)
 
     # ---- the door -----------------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Endpoint:
-        """Make an endpoint for clients with the key; an error that `handler` raises is answered as one."""
+        """Make an endpoint for clients with the key."""
 
         async def answer(request: HttpRequest) -> ASGIApp:
-            try:
-                self._check_key(request)
-                return await handler(request)
-            except (ClientGone, ClientDisconnect):
-                return Response(status_code=499)  # nobody reads it
-            except Exception as error:
-                return error_response(error)
+            self._check_key(request)
+            return await handler(request)
 
-        return Endpoint(answer)
+        return Endpoint(answer, self._log)
 
     def post(self, handler: Handler) -> Endpoint:
         """Make a guarded endpoint whose `handler` gets the body's JSON, and is cancelled when the client goes."""
@@ -111,6 +130,7 @@ class Api:
 
     def _check_key(self, request: HttpRequest) -> None:
         if self._key is None:
+            self._check_host(request.headers.get("host", ""))
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # Header bytes come as Latin-1. The comparison takes equally long wherever the two differ.
@@ -118,13 +138,33 @@ class Api:
         if scheme.lower() != "bearer" or not right:
             raise RequestError("send the server's key: Authorization: Bearer …", status=401, code="invalid_api_key")
 
+    def _check_host(self, host: str) -> None:
+        """Refuse a name that is not ours: a page of another site may have its own name lead to this machine.
+
+        A browser takes such a page for one of the server's own (DNS rebinding), but still sends the name that it was
+        given. A number is no name, and nobody else's.
+        """
+        name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
+        name = name.strip("[]").lower()
+        with suppress(ValueError):
+            ip_address(name)
+            return
+        if name and name not in self._hosts:
+            advice = "ask by its number, or start the server with --allowed-host or --api-key"
+            raise RequestError(f"this server is not called {shown(name)}; {advice}", status=403, code="unknown_host")
+
     async def read_body(self, request: HttpRequest) -> bytes:
-        """Read the body, no further than the limit. The connection's next message is its end."""
+        """Read the body, no further than the limits. The connection's next message is its end."""
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.limits.body_bytes:
-                raise RequestError(f"the body is longer than {self.limits.body_bytes} bytes", status=413)
+        try:
+            async with asyncio.timeout(self.limits.read_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.limits.body_bytes:
+                        raise RequestError(f"the body is longer than {self.limits.body_bytes} bytes", status=413)
+        except TimeoutError:
+            late = f"the body was not complete after {self.limits.read_seconds:g} s; send it again"
+            raise RequestError(late, status=408, code="read_timeout") from None
         return bytes(body)
 
     async def _read_json(self, request: HttpRequest) -> object:
@@ -159,18 +199,18 @@ class Api:
 
     async def tokenize(self, body: object) -> Response:
         """`POST /tokenize`: a text or a conversation to token ids, as in vLLM."""
-        fields = check_fields(body, {"model", "prompt", "messages"})
+        fields = check_fields(body, {"model", "prompt", "messages", "add_special_tokens", "chat_template_kwargs"})
         self._check_model(fields.get("model"))
         prompt, messages = fields.get("prompt"), fields.get("messages")
-        given = fields.keys() & {"prompt", "messages"}
+        given, adds_special = fields.keys() & {"prompt", "messages"}, boolean(fields, "add_special_tokens", True)
         if len(given) != 1 or not (isinstance(prompt, str) or isinstance(messages, list)):
             raise RequestError("give prompt (a text) or messages (a list)", param="prompt")
         try:
             if messages is None:
                 assert isinstance(prompt, str)
-                ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt)
+                ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt, adds_special)
             else:
-                ids = await asyncio.to_thread(self._chat_ids, messages)
+                ids = await asyncio.to_thread(self._chat_ids, messages, template_kwargs(fields))
         except ValueError as error:
             raise refused_prompt(error, "prompt" if messages is None else "messages") from None
         return JSONResponse({"count": len(ids), "max_model_len": self.llm.llm.max_model_len, "tokens": ids})
@@ -192,6 +232,13 @@ class Api:
             )
         return JSONResponse({"prompt": text_of(ids, llm.tokenizer)})
 
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """`GET /tokenizer_info`: the special tokens and the chat template, as in vLLM."""
+        tokenizer = self.llm.llm.tokenizer
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        named = {"tokenizer_class": type(tokenizer).__name__, "chat_template": tokenizer.chat_template}
+        return JSONResponse({**special, **named, "max_model_len": self.llm.llm.max_model_len})
+
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are taken and steps succeed."""
         return Response(status_code=200 if await self.llm.works() else 503)
@@ -204,9 +251,8 @@ class Api:
             return error_response(error)
 
     async def metrics_text(self) -> str:
-        """All metrics now; `EngineClosed` if the engine is."""
-        numbers = await asyncio.wrap_future(self.llm.engine_loop.call(engine_numbers))
-        return exposition(self.model, numbers, self.llm.metrics)
+        """All metrics now, or those that the engine told last if it does not answer; `EngineClosed` if it is."""
+        return exposition(self.model, await self.llm.numbers(), self.llm.metrics)
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
@@ -216,28 +262,36 @@ class Api:
             requests = self._requests(ask)
         else:
             requests = await asyncio.to_thread(self._requests, ask)
-        answer = Answer(ask, self.model, self.llm.llm.tokenizer)
+        answer = Answer(ask, requests, self.model, self.llm.llm.tokenizer)
         if len(requests) > self.llm.max_unfinished:
             most = self.llm.max_unfinished
             raise RequestError(f"{len(requests)} answers were asked for; at most {most} can wait and run", param="n")
-        stream = self.llm.submit(requests)
         if ask.streams:
-            return EventStream(stream, answer, ask.include_usage)
+            return EventStream(self.llm.submit(requests), answer, ask.include_usage)
+        scores = [] if ask.scored is None else await self._scores(requests[:: ask.n], ask.scored)
+        if not ask.generates:
+            return JSONResponse(answer.whole([without_tokens(one) for one in requests], [[] for _ in requests], scores))
         outputs: dict[int, GenerationOutput] = {}
         tokens: dict[int, list[Token]] = {request.index: [] for request in requests}
-        with stream:
+        with self.llm.submit(requests) as stream:
             async for news in stream:
                 for request, event in news:
                     tokens[request.index] += event.tokens
                     if event.output is not None:
                         outputs[request.index] = event.output
         order = range(len(requests))
-        return JSONResponse(answer.whole([outputs[i] for i in order], [tokens[i] for i in order]))
+        return JSONResponse(answer.whole([outputs[i] for i in order], [tokens[i] for i in order], scores))
+
+    async def _scores(self, requests: list[Request], count: int) -> list[PromptLogprobs]:
+        try:
+            return await self.llm.score([request.prompt_token_ids for request in requests], count)
+        except ValueError as error:
+            raise RequestError(str(error), param="prompt_logprobs", code="unsupported_parameter") from None
 
     def _requests(self, ask: Ask) -> list[Request]:
         """Make a request per answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""
         try:
-            prompts = [self._chat_ids(ask.prompts[0])] if ask.is_chat else ask.prompts
+            prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
             checked = self.llm.llm.requests(prompts, ask.params)
         except ValueError as error:
             raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
@@ -249,8 +303,8 @@ class Api:
             for i in range(ask.n)
         ]
 
-    def _chat_ids(self, messages: list) -> list[int]:
-        return self.llm.llm.chat_prompts([messages])[0]
+    def _chat_ids(self, messages: list, template_kwargs: Mapping[str, Any] | None) -> list[int]:
+        return self.llm.llm.chat_prompts([messages], template_kwargs)[0]
 
     def _card(self) -> dict[str, Any]:
         length = self.llm.llm.max_model_len

@@ -13,21 +13,28 @@ one with a bound tells the caller at once to come back later (`QueueFull`; statu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import cast
 
-from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News
-from beyond.serving.metrics import RequestMetrics
+from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News, T
+from beyond.serving.metrics import RequestMetrics, engine_numbers
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
+from beyond.serving.scoring import PromptLogprobs, check_can_score, groups, score_prompts
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.entrypoints.frontend import Prompts
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.calls import Calls
 from stage_e_batching.calls.mailbox import Event
 from stage_e_batching.llm import LLM
 
 TRIAL_SECONDS = 5  # for one token of an idle engine
+AGAIN_SECONDS = 0.02  # between two looks for free blocks
+ANSWER_SECONDS = 1.0  # for the engine's numbers, which it tells between two steps
+STALL_SECONDS = 60.0  # an engine that has been silent for this long is not healthy
 
 
 class QueueFull(Exception):
@@ -96,9 +103,13 @@ class AsyncLLM:
         self.max_unfinished = llm.options.max_num_seqs + max_queue
         self.num_unfinished = 0
         self.draining = False
-        self.metrics = RequestMetrics()
+        self.metrics = RequestMetrics(llm.process.pid if isinstance(llm, RemoteLLM) else None)
+        self._question: asyncio.Future[dict[str, float]] | None = None  # about the engine's numbers, asked last
+        self._asked = 0.0  # when, in seconds on the monotonic clock
+        self._numbers: dict[str, float] = {}  # the last answer
         self._loop = asyncio.get_running_loop()
         self._all_done = asyncio.Event()
+        self._scoring = asyncio.Lock()  # one prefill at a time, so that steps run between two of them
         if isinstance(llm, RemoteLLM):
             self.engine_name = llm.package
             self.engine_loop = RemoteLoop(llm.process, self._hand_out)
@@ -113,12 +124,15 @@ class AsyncLLM:
             QueueFull: there is no room for them now.
             EngineClosed: there will be none any more.
         """
-        if self.draining:
-            raise EngineClosed("the server is shutting down; send the request elsewhere, or again when it is back")
+        self._check_open()
         self._admit(len(requests))
         stream = Stream(requests, self)
         self.engine_loop.submit(stream)
         return stream
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise EngineClosed("the server is shutting down; send the request elsewhere, or again when it is back")
 
     def _admit(self, num_requests: int) -> None:
         """Count new requests in, or raise `QueueFull` and count none."""
@@ -132,7 +146,7 @@ class AsyncLLM:
     def forget(self, stream: Stream) -> None:
         """Drop what has not ended of a stream."""
         if stream.num_unfinished:
-            self.metrics.count_aborted(stream.num_unfinished)
+            self.metrics.count_aborted(time.perf_counter(), stream, stream.num_unfinished)
             self._count_out(stream.num_unfinished)
             stream.num_unfinished = 0
             self.engine_loop.drop(stream)
@@ -159,13 +173,66 @@ class AsyncLLM:
                     if event.text:
                         yield event.text
 
+    async def score(self, prompts: list[list[int]], count: int) -> list[PromptLogprobs]:
+        """Compute the log-probability of every token of some prompts, and of the `count` likeliest in its place.
+
+        Args:
+            prompts: token ids that `llm.requests` has checked.
+
+        Raises:
+            QueueFull, EngineClosed: as `submit`.
+            ValueError: the engine has several ranks.
+        """
+        check_can_score(self.llm.options)
+        self._check_open()
+        self._admit(len(prompts))
+        scored: list[PromptLogprobs] = []
+        try:
+            for group in groups(prompts):
+                function = partial(score_prompts, group, count)
+                async with self._scoring:
+                    while (found := await self._call(function)) is None:  # noqa: ASYNC110
+                        await asyncio.sleep(AGAIN_SECONDS)  # running requests hold the blocks
+                scored += found
+        finally:
+            self._count_out(len(prompts))
+        return scored
+
     async def works(self) -> bool:
         """Tell whether requests are taken and steps succeed. An idle engine whose last step failed tries one more."""
         if self.engine_loop.failure is not None and not self.num_unfinished and not self.draining:
             with suppress(Exception):  # the step's, which then is the new failure
                 async with asyncio.timeout(TRIAL_SECONDS):
                     await self.generate([[0]], SamplingParams(max_tokens=1))
-        return not self.draining and self.engine_loop.failure is None
+        with suppress(Exception):  # the engine is closed, which is seen below
+            await self.numbers()
+        return not self.draining and self.engine_loop.failure is None and self.silence < STALL_SECONDS
+
+    async def numbers(self) -> dict[str, float]:
+        """Return the engine's gauges and totals; if it does not answer soon, those that it told last.
+
+        An engine answers between two steps. One whose process is stopped, or whose kernel never ends, does not.
+
+        Raises:
+            EngineClosed: there is no engine any more.
+        """
+        if self._question is None or self._question.done():
+            self._asked = time.perf_counter()
+            self._question = asyncio.ensure_future(self._call(engine_numbers))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                self._numbers = await asyncio.shield(self._question)
+        return self._numbers | {"engine_silent_seconds": self.silence}
+
+    @property
+    def silence(self) -> float:
+        """For how many seconds the engine has owed an answer; 0 if it owes none."""
+        if self._question is None or self._question.done():
+            return 0.0
+        return time.perf_counter() - self._asked
+
+    async def _call(self, function: Callable[[Calls], T]) -> T:
+        return await asyncio.wrap_future(self.engine_loop.call(function))
 
     async def drain(self, seconds: float) -> bool:
         """Take no new requests and wait for the end of those that are here; whether all ended in time."""

@@ -17,17 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from beyond.serving.answers import Answer, as_json
 from beyond.serving.async_llm import Stream
-from beyond.serving.http_errors import error_body
+from beyond.serving.http_errors import ClientGone, as_request_error, error_body
 from beyond.serving.sse import DONE, START, frame
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_e_batching.calls.mailbox import Event
 
 SEND_SECONDS = 60  # a client that takes in nothing for this long is treated as gone
 T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client closed its connection before it was answered."""
 
 
 async def unless_gone(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
@@ -53,17 +49,22 @@ async def unless_gone(receive: Callable[[], Awaitable[object]], work: Awaitable[
 
 
 class EventStream:
-    """The response whose body is tokens as server-sent events, one event per token, as they come."""
+    """The response whose body is tokens as server-sent events, one event per token, as they come.
+
+    Attributes:
+        code: why it broke off; empty if it did not.
+    """
 
     def __init__(self, stream: Stream, answer: Answer, include_usage: bool) -> None:
         self._stream, self._answer, self._include_usage = stream, answer, include_usage
         self._outputs: dict[int, GenerationOutput] = {}  # of the answers that have ended
         self._num_begun = self._num_sent = 0  # writes
+        self.code = "client_gone"  # until it is complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone, OSError), self._stream:  # nobody is left to tell
             await asyncio.sleep(0)  # requests that came at the same moment go to the engine before any answer begins
-            await unless_gone(partial(self._gone, receive), self._send_all(send))
+            await unless_gone(partial(self._gone, receive), self._send_all(scope, send))
 
     async def _gone(self, receive: Receive) -> None:
         """Return when the connection has ended, or when the client has taken in nothing for `SEND_SECONDS`.
@@ -78,8 +79,9 @@ class EventStream:
                     await receive()
                     return
 
-    async def _send_all(self, send: Send) -> None:
-        await send(START)
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        name = scope.get("request_id", "").encode()
+        await send(START | {"headers": [*START["headers"], (b"x-request-id", name)]})
 
         async def send_on(body: bytes, more: bool = True) -> None:
             self._num_begun += 1
@@ -93,9 +95,11 @@ class EventStream:
                 if has_ended:
                     frames += self._last_frames()
                 await send_on(b"".join(frames), more=not has_ended)  # one write, however many tokens have come
+            self.code = ""
         except OSError:
             raise
         except Exception as error:  # the status is sent already, so the stream itself has to say it
+            self.code = as_request_error(error).code or "invalid_request"
             await send_on(frame(as_json(error_body(error))) + DONE, more=False)
 
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
-from starlette.routing import Router
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from beyond.serving.async_llm import QueueFull
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.protocol import RequestError
+from beyond.serving.request_log import RequestLog, request_id
 from stage_a_naive.contract.errors import PromptTooLong
 
 RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
+CLIENT_GONE = 499  # nginx's word for it
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it was answered."""
 
 
 def as_request_error(error: Exception) -> RequestError:
@@ -41,7 +49,8 @@ def as_request_error(error: Exception) -> RequestError:
 def refused_prompt(error: ValueError, param: str) -> RequestError:
     """Turn what the engine finds wrong with a prompt into the refusal of the field that brought it."""
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-    return RequestError(str(error), param=param, code=code)
+    message = str(error).removeprefix("conversation 0: ")  # a request has one
+    return RequestError(message, param=param, code=code)
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -61,27 +70,48 @@ def error_response(error: Exception) -> JSONResponse:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A handler of requests as an ASGI application.
+    """A handler of requests as an ASGI application. An error that the handler raises is answered as one.
 
     Starlette's router takes this as it is. Around a function it would wrap three more for every request, and around
     `send` one for every write.
     """
 
     handler: Callable[[HttpRequest], Awaitable[ASGIApp]]
+    log: RequestLog
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self.handler(HttpRequest(scope, receive))
+        request = HttpRequest(scope, receive)
+        name, begun = request_id(request.headers.get("x-request-id")), time.perf_counter()
+        scope["request_id"], status, code = name, 200, ""
+        try:
+            response: ASGIApp | Any = await self.handler(request)
+        except (ClientGone, ClientDisconnect):
+            response, code = Response(status_code=CLIENT_GONE), "client_gone"  # nobody reads it
+        except Exception as error:
+            told = as_request_error(error)
+            response, code = error_response(told), told.code or "invalid_request"
+        if isinstance(response, Response):
+            status = response.status_code
+            response.headers["x-request-id"] = name
         await response(scope, receive, send)
+        code = code or getattr(response, "code", "")  # of a stream, which may break off
+        self.log.note(scope, status, code, time.perf_counter() - begun)
 
 
 class App(Router):
     """Starlette's router alone: its middleware would handle errors, but the endpoints do that themselves."""
+
+    def __init__(self, routes: Sequence[BaseRoute], log: RequestLog) -> None:
+        super().__init__(routes)
+        self.log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
         try:
             await super().__call__(scope, receive, send)
         except HTTPException as error:  # the router's own
+            scope["request_id"] = request_id(None)
+            self.log.note(scope, error.status_code, "no_such_path", 0)
             await _refused_by_router(scope, error)(scope, receive, send)
 
 

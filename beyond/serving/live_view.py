@@ -24,7 +24,8 @@ from starlette.types import Receive, Scope, Send
 from beyond.serving.answers import as_json
 from beyond.serving.app import Api
 from beyond.serving.engine_loop import EngineClosed
-from beyond.serving.event_stream import ClientGone, unless_gone
+from beyond.serving.event_stream import unless_gone
+from beyond.serving.http_errors import ClientGone
 from beyond.serving.protocol import RequestError, check_fields
 from beyond.serving.sse import START, frame
 from beyond.serving.step_log import describe, watch

@@ -13,9 +13,11 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names: htt
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from beyond.serving.engine_loop import Call
 from stage_a_naive.contract.outputs import Request
@@ -30,6 +32,7 @@ ENGINE = {  # kind and meaning of what the engine itself counts
     "num_requests_running": ("gauge", "Requests that run."),
     "num_requests_waiting": ("gauge", "Requests that wait to run."),
     "kv_cache_usage_perc": ("gauge", "Share of blocks in use; 1 is all."),
+    "engine_silent_seconds": ("gauge", "How long the engine has owed an answer, which it gives between two steps."),
     "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache."),
     "prompt_tokens": ("counter", "Prompt tokens, computed or found in the cache."),
@@ -41,34 +44,33 @@ ENGINE = {  # kind and meaning of what the engine itself counts
 }
 
 
-class Histogram:
-    """How many observations fell into each bucket, and their sum, in seconds.
+class RequestMetrics:
+    """The histograms and the ends of requests, filled event by event.
 
     Args:
-        name, meaning: as they are written out.
-        limits: upper limits of the buckets, ascending; what is above the last one is counted as well.
+        engine_pid: of the engine's process, if it has one of its own.
     """
 
-    def __init__(self, name: str, meaning: str, limits: tuple[float, ...]) -> None:
-        self.name, self.meaning, self.limits = name, meaning, limits
-        self.counts = [0] * (len(limits) + 1)
-        self.sum = 0.0
+    def __init__(self, engine_pid: int | None = None) -> None:
+        self.registry = CollectorRegistry()
 
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self.counts[bisect_left(self.limits, value)] += 1
-        self.sum += value
+        def histogram(name: str, meaning: str, limits: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}_seconds", f"{meaning}, in seconds.", buckets=limits, registry=self.registry)
 
-
-class RequestMetrics:
-    """The histograms and the ends of requests, filled event by event."""
-
-    def __init__(self) -> None:
-        self.num_ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self.first_token = Histogram("time_to_first_token", "From arrival to the first token", FIRST_TOKEN)
-        self.next_token = Histogram("inter_token_latency", "Between two tokens of a request", NEXT_TOKEN)
-        self.queue_time = Histogram("request_queue_time", "From arrival to the first step", WHOLE_REQUEST)
-        self.whole_request = Histogram("e2e_request_latency", "From arrival to the last token", WHOLE_REQUEST)
+        self.first_token = histogram("time_to_first_token", "From arrival to the first token", FIRST_TOKEN)
+        self.next_token = histogram("inter_token_latency", "Between two tokens of a request", NEXT_TOKEN)
+        self.queue_time = histogram(
+            "request_queue_time", "From arrival to the first step, or to leaving", WHOLE_REQUEST
+        )
+        self.whole_request = histogram("e2e_request_latency", "From arrival to the last token", WHOLE_REQUEST)
+        meaning = "Requests that ended, by reason."
+        ended = Counter("vllm:request_success", meaning, ["finished_reason"], registry=self.registry)
+        self.ended = {reason: ended.labels(reason) for reason in ("stop", "length", "abort", "error")}
+        meaning = "HTTP requests answered; code tells why one was refused or failed."
+        self.answers = Counter("http_requests", meaning, ["handler", "status", "code"], registry=self.registry)
+        self.processes = [ProcessCollector(registry=None)]  # this one, and the engine's
+        if engine_pid is not None:
+            self.processes.append(ProcessCollector("engine", pid=lambda: engine_pid, registry=None))
 
     def observe(self, now: float, call: Call, request: Request, event: Event) -> None:
         """Note what an event says.
@@ -84,31 +86,49 @@ class RequestMetrics:
                 self.next_token.observe(now - before)
             call.last_token_times[request.index] = now
         if event.error is not None:
-            self.num_ended["error"] += 1
+            self.ended["error"].inc()
         elif event.output is not None:
             metrics = event.output["metrics"]
-            self.num_ended[event.output["finish_reason"]] += 1
+            self.ended[event.output["finish_reason"]].inc()
             self.queue_time.observe(metrics["ttft"] - metrics["prefill_time"])
             self.whole_request.observe(now - call.arrival_time)
 
-    def count_aborted(self, num_requests: int) -> None:
-        """Note requests whose client went away before they were answered."""
-        self.num_ended["abort"] += num_requests
+    def count_aborted(self, now: float, call: Call, num_requests: int) -> None:
+        """Note requests whose client went away. Those without a token have waited until now, perhaps computed in part.
+
+        Args:
+            num_requests: of the call's, those that have not ended.
+        """
+        self.ended["abort"].inc(num_requests)
+        for _ in range(len(call.requests) - len(call.last_token_times)):
+            self.queue_time.observe(now - call.arrival_time)
+
+    def count_answer(self, handler: str, status: int, code: str) -> None:
+        """Note an HTTP request that was answered.
+
+        Args:
+            handler: its path, as the server knows it: names that clients make up would be a series each.
+            code: the error's; empty for an answer.
+        """
+        self.answers.labels(handler, str(status), code).inc()
 
 
 def exposition(model_name: str, engine: Mapping[str, float], requests: RequestMetrics) -> str:
     """All metrics as Prometheus reads them.
 
     Args:
-        model_name: a label of every line.
+        model_name: a label of every line but those of processes.
         engine: what `engine_numbers` returns.
     """
-    quoted = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    label = f'model_name="{quoted}"'
-    lines = [*_engine_lines(engine, label), *_end_lines(requests, label)]
-    for histogram in (requests.first_token, requests.next_token, requests.queue_time, requests.whole_request):
-        lines += _histogram_lines(histogram, label)
-    return "\n".join(lines) + "\n"
+    families = [*_engine_families(engine), *requests.registry.collect()]
+    for family in families:
+        label = {"model_name": model_name}
+        told = [
+            sample for sample in family.samples if not sample.name.endswith("_created")
+        ]  # a time; nobody asks for it
+        family.samples = [sample._replace(labels=label | sample.labels) for sample in told]
+    families += [family for process in requests.processes for family in process.collect()]
+    return generate_latest(SimpleNamespace(collect=lambda: families)).decode()
 
 
 def engine_numbers(calls: Calls) -> dict[str, float]:
@@ -133,30 +153,8 @@ def engine_numbers(calls: Calls) -> dict[str, float]:
     return found
 
 
-def _engine_lines(numbers: Mapping[str, float], label: str) -> Iterator[str]:
+def _engine_families(numbers: Mapping[str, float]) -> Iterator[Metric]:
     for name, value in numbers.items():
         kind, meaning = ENGINE[name]
-        sample = f"vllm:{name}_total" if kind == "counter" else f"vllm:{name}"
-        yield from _head(sample, kind, meaning)
-        yield f"{sample}{{{label}}} {value}"
-
-
-def _end_lines(requests: RequestMetrics, label: str) -> Iterator[str]:
-    yield from _head("vllm:request_success_total", "counter", "Requests that ended, by reason.")
-    for reason, count in requests.num_ended.items():
-        yield f'vllm:request_success_total{{{label},finished_reason="{reason}"}} {count}'
-
-
-def _histogram_lines(histogram: Histogram, label: str) -> Iterator[str]:
-    name = f"vllm:{histogram.name}_seconds"
-    yield from _head(name, "histogram", f"{histogram.meaning}, in seconds.")
-    at_most = list(accumulate(histogram.counts))  # every bucket also holds what the smaller ones hold
-    for limit, count in zip([*histogram.limits, "+Inf"], at_most, strict=True):
-        yield f'{name}_bucket{{{label},le="{limit}"}} {count}'
-    yield f"{name}_sum{{{label}}} {histogram.sum}"
-    yield f"{name}_count{{{label}}} {at_most[-1]}"
-
-
-def _head(name: str, kind: str, meaning: str) -> Iterator[str]:
-    yield f"# HELP {name} {meaning}"
-    yield f"# TYPE {name} {kind}"
+        make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+        yield make(f"vllm:{name}", meaning, value=value)

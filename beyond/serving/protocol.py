@@ -13,7 +13,7 @@ Fields: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from beyond.serving.defaults import keep_all_if_negative
@@ -50,6 +50,7 @@ class Limits:
 
     Attributes:
         body_bytes: of the JSON text.
+        read_seconds: for it to arrive.
         prompts: in one request.
         n: answers per prompt.
         stops: stop strings, which are looked for after every token; stop token ids.
@@ -57,6 +58,7 @@ class Limits:
     """
 
     body_bytes: int = 4 << 20
+    read_seconds: float = 30
     prompts: int = 64
     n: int = 16
     stops: int = 16
@@ -73,7 +75,12 @@ class Ask:
         n: answers per prompt.
         streams: whether the client wants tokens as they come.
         include_usage: whether a stream ends with the numbers of tokens.
+        continuous_usage: whether every event of a stream has those so far.
         is_chat: whether `prompts` is a conversation.
+        echo: whether each answer begins with its prompt.
+        prompt_logprobs: the likeliest tokens to tell at every position of the prompts; None tells nothing of them.
+        template_kwargs: arguments of the chat template.
+        generates: whether an answer has tokens of its own; else only the prompts are asked about.
     """
 
     prompts: list
@@ -81,7 +88,18 @@ class Ask:
     n: int
     streams: bool
     include_usage: bool
+    continuous_usage: bool
     is_chat: bool
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    generates: bool = True
+
+    @property
+    def scored(self) -> int | None:
+        """How many of the likeliest tokens at every position of the prompts the answer needs; None if it needs none."""
+        counts = [self.prompt_logprobs, self.params.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
 
 
 SAMPLING = {
@@ -98,12 +116,14 @@ SAMPLING = {
     "seed",
     "max_tokens",
 }
+ROLES = ("system", "user", "assistant", "tool")
 WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
 SHARED = SAMPLING | WHO_ASKS | {"model", "n", "stream", "stream_options", "logprobs"}
-COMPLETION_FIELDS = SHARED | {"prompt", "best_of"}
-CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+COMPLETION_FIELDS = SHARED | {"prompt", "best_of", "echo", "prompt_logprobs"}
+CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 # Values that ask for nothing: mostly the defaults of fields that are not supported, which clients send all the same.
 ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
+    "chat_template_kwargs": ({},),
     "best_of": (1,),  # or `n`
     "echo": (False,),
     "suffix": ("",),
@@ -146,8 +166,17 @@ def parse_completion(body: object, limits: Limits, defaults: Mapping[str, float]
     """
     fields = check_fields(body, COMPLETION_FIELDS)
     count = _integer(fields, "logprobs", 0, limits.logprobs)
+    echo, prompt_logprobs = boolean(fields, "echo"), _integer(fields, "prompt_logprobs", 0, limits.logprobs)
+    asks_of_prompts = echo or prompt_logprobs is not None
+    generates = not (asks_of_prompts and as_integer(fields.get("max_tokens")) == 0)
+    if not generates:
+        fields["max_tokens"] = 1  # for the checks; nothing is sampled
     params = _sampling_params(fields, limits, count, {**(defaults or {}), "max_tokens": 16})
     ask = _ask(_prompts(fields.get("prompt"), limits), fields, params, limits, is_chat=False)
+    if asks_of_prompts and ask.streams:
+        name = "echo" if echo else "prompt_logprobs"
+        raise RequestError(f'{name} is not supported with "stream": true', param=name, code="unsupported_parameter")
+    ask = replace(ask, echo=echo, prompt_logprobs=prompt_logprobs, generates=generates)
     if fields.get("best_of", ask.n) != ask.n:  # the best of them would have to be chosen
         given = f"got {shown(fields['best_of'])} and {ask.n}"
         raise RequestError(
@@ -171,14 +200,20 @@ def parse_chat(body: object, limits: Limits, max_model_len: int, defaults: Mappi
         if "max_tokens" in fields:
             raise RequestError("max_tokens and max_completion_tokens mean the same; give one", param="max_tokens")
         fields["max_tokens"] = fields["max_completion_tokens"]
-    wanted, count = _boolean(fields, "logprobs"), _integer(fields, "top_logprobs", 0, limits.logprobs)
+    wanted, count = boolean(fields, "logprobs"), _integer(fields, "top_logprobs", 0, limits.logprobs)
     if count is not None and not wanted:
         raise RequestError('top_logprobs needs "logprobs": true', param="top_logprobs")
     defaults = {"max_tokens": max_model_len, **(defaults or {})}
     params = _sampling_params(fields, limits, (count or 0) if wanted else None, defaults)
     if not isinstance(fields.get("messages"), list):
         raise RequestError('messages must be a list of {"role": …, "content": …}', param="messages")
-    return _ask([fields["messages"]], fields, params, limits, is_chat=True)
+    for message in fields["messages"]:
+        if isinstance(message, dict) and isinstance(role := message.get("role"), str) and role not in ROLES:
+            raise RequestError(
+                f"the role of a message is one of {', '.join(ROLES)}, got {shown(role)}", param="messages"
+            )
+    ask = _ask([fields["messages"]], fields, params, limits, is_chat=True)
+    return replace(ask, template_kwargs=template_kwargs(fields))
 
 
 def check_fields(body: object, known: set[str]) -> dict[str, Any]:
@@ -200,20 +235,21 @@ def check_fields(body: object, known: set[str]) -> dict[str, Any]:
 
 def _ask(prompts: list, fields: Mapping[str, Any], params: SamplingParams, limits: Limits, is_chat: bool) -> Ask:
     n = _integer(fields, "n", 1, limits.n) or 1
-    streams = _boolean(fields, "stream")
+    streams = boolean(fields, "stream")
     try:
-        include_usage = _boolean(check_fields(fields.get("stream_options", {}), {"include_usage"}), "include_usage")
+        options = check_fields(fields.get("stream_options", {}), {"include_usage", "continuous_usage_stats"})
+        include_usage, continuous_usage = boolean(options, "include_usage"), boolean(options, "continuous_usage_stats")
     except RequestError as error:
         raise RequestError(f"stream_options: {error}", param="stream_options", code=error.code) from None
-    if include_usage and not streams:
+    if (include_usage or continuous_usage) and not streams:
         raise RequestError('stream_options needs "stream": true', param="stream_options")
-    return Ask(prompts, params, n, streams, include_usage, is_chat)
+    return Ask(prompts, params, n, streams, include_usage, continuous_usage, is_chat)
 
 
 def _sampling_params(
     fields: Mapping[str, Any], limits: Limits, logprobs: int | None, defaults: Mapping[str, float]
 ) -> SamplingParams:
-    _boolean(fields, "ignore_eos")
+    boolean(fields, "ignore_eos")
     for name in ("stop", "stop_token_ids"):
         values = fields.get(name)
         if isinstance(values, dict):  # which would be read as the list of its names
@@ -250,11 +286,20 @@ def _prompts(prompt: object, limits: Limits) -> list:
     )
 
 
-def _boolean(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
+def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of the chat template; `RequestError` for anything but an object."""
+    value = fields.get("chat_template_kwargs")
+    if not (value is None or isinstance(value, dict)):
+        raise RequestError(f"chat_template_kwargs must be an object, got {shown(value)}", param="chat_template_kwargs")
+    return value
+
+
+def boolean(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Return a field that is true or false; `RequestError` if it is anything else."""
+    value = fields.get(name, default)
+    if not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, got {shown(value)}", param=name)
-    return bool(value)
+    return value
 
 
 def _integer(fields: Mapping[str, Any], name: str, least: int, most: int) -> int | None:

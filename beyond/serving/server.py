@@ -10,10 +10,14 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from beyond.serving.address import listen
 from beyond.serving.app import Api
@@ -34,10 +38,13 @@ class Server(uvicorn.Server):
         config: uvicorn's.
         llm: the engine.
         deadline: seconds for running answers.
+        read_seconds: for a connection to bring the head of a request.
     """
 
-    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, deadline: float) -> None:
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, deadline: float, read_seconds: float) -> None:
         super().__init__(config)
+        self._read_seconds = read_seconds
+        self._silent: dict[Any, tuple[object, float]] = {}  # by connection: its last request, and since when no other
         self._llm, self._deadline = llm, deadline
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Task[None] | None = None
@@ -61,6 +68,21 @@ class Server(uvicorn.Server):
         self._llm.draining = True
         self._llm.engine_loop.close()
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections that have brought no request for `read_seconds`. uvicorn calls this ten times a second."""
+        if counter % 10 == 0:
+            before, now = self._silent, time.perf_counter()
+            self._silent = {}
+            for connection in list(self.server_state.connections):
+                request = connection.cycle
+                if request is not None and not request.response_complete:
+                    continue
+                last, since = before.get(connection, (request, now))
+                self._silent[connection] = request, (since if last is request else now)
+                if now - self._silent[connection][1] > self._read_seconds:
+                    connection.transport.close()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections: those whose clients take nothing in, after `CLOSING_SECONDS`."""
@@ -86,6 +108,11 @@ def say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let web pages of these origins ask `app` (CORS); without any, only its own pages and other programs can."""
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]) if origins else app
+
+
 async def serve(
     llm: LLM | RemoteLLM,
     *,
@@ -98,6 +125,10 @@ async def serve(
     defaults: Mapping[str, float] | None = None,
     deadline: float = 30,
     page: bool = True,
+    hosts: Collection[str] = (),
+    max_connections: int = 4096,
+    origins: Sequence[str] = (),
+    write_log: Callable[[str], None] | None = None,
     on_ready: Callable[[Server, int], None] | None = None,
 ) -> None:
     """Serve an engine over HTTP until a signal ends it. The arguments not named here are those of `Api`.
@@ -107,6 +138,8 @@ async def serve(
         max_queue: requests that may wait.
         deadline: seconds for running answers once the end has begun.
         page: whether there is the live page at `/`, with its buttons that pause the engine for everybody.
+        max_connections: open at a time; further ones get 503.
+        origins: whose pages a browser lets ask (CORS).
         on_ready: called with the server and its port when it listens.
 
     Raises:
@@ -115,17 +148,18 @@ async def serve(
     """
     listening = listen(host, port)  # before the engine's thread begins
     async_llm = AsyncLLM(llm, max_queue)
-    api = Api(async_llm, model, limits or Limits(), api_key, defaults or {})
+    api = Api(async_llm, model, limits or Limits(), api_key, defaults or {}, hosts, write_log)
     view = LiveView(api) if page else None
     config = uvicorn.Config(
-        api.app(view.routes() if view else ()),
+        with_origins(api.app(view.routes() if view else ()), origins),
         log_level="warning",
         access_log=False,
         lifespan="off",
+        limit_concurrency=max_connections,
         proxy_headers=False,  # nobody asks who a client is
         timeout_graceful_shutdown=CLOSING_SECONDS + HANDLER_SECONDS,
     )
-    server = Server(config, async_llm, deadline)
+    server = Server(config, async_llm, deadline, api.limits.read_seconds)
     if isinstance(async_llm.engine_loop, RemoteLoop):
         async_llm.engine_loop.on_death = server.end_now
     if on_ready is not None:

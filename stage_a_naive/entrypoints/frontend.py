@@ -110,20 +110,30 @@ class Frontend:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         on_text: OnText | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[GenerationOutput]:
-        """Answer one conversation (a list of messages) or several (a list of such lists); otherwise as `generate`."""
-        return self.generate(self.chat_prompts(messages), sampling_params, use_tqdm, on_text)
+        """Answer one conversation (a list of messages) or several (a list of such lists); otherwise as `generate`.
 
-    def chat_prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[int]]:
+        Args:
+            chat_template_kwargs: arguments of the model's chat template: `{"enable_thinking": False}` for Qwen3.
+        """
+        prompts = self.chat_prompts(messages, chat_template_kwargs)
+        return self.generate(prompts, sampling_params, use_tqdm, on_text)
+
+    def chat_prompts(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
         """Render one conversation or several with the model's chat template; returns the token ids of each.
 
         Raises:
-            ValueError: a conversation is empty, malformed or too long, or the template refuses it.
+            ValueError: a conversation is empty, malformed or too long, or the template refuses it or its arguments.
         """
         self._check_usable()
         # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
         add_special = not self.tokenizer.chat_template
-        texts = enumerate(render_chats(self.tokenizer, messages))
+        texts = enumerate(render_chats(self.tokenizer, messages, chat_template_kwargs))
         return [self.encode(i, text, add_special) for i, text in texts]
 
     def close(self) -> None:

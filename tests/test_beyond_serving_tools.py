@@ -1,0 +1,102 @@
+"""Tools that measure and evaluate servers: what they send, as recorded, and the tools themselves if installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from serving import QUESTION, engine, httpx, messages, running
+
+from beyond.serving.scoring import score_prompts
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+
+llm = engine(max_num_seqs=8, num_kvcache_blocks=256)
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    with running(llm) as server:
+        yield server
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+AT_END = {"stream": True, "stream_options": {"include_usage": True}}
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+RECORDED = {  # as these versions sent it, but for the prompt
+    "GuideLLM 0.8 chat": (CHAT, CONTINUOUS | {"max_completion_tokens": 9, "ignore_eos": True, "messages": PARTS}),
+    "GuideLLM 0.8 text": (TEXT, CONTINUOUS | {"max_tokens": 9, "stop": None, "ignore_eos": True, "prompt": QUESTION}),
+    "vllm bench serve text": (
+        TEXT,
+        AT_END | {"max_tokens": 9, "repetition_penalty": 1.0, "logprobs": None, "ignore_eos": True, "prompt": QUESTION},
+    ),
+    "vllm bench serve chat": (CHAT, AT_END | {"max_completion_tokens": 9, "messages": PARTS, "ignore_eos": True}),
+}
+
+
+@pytest.mark.parametrize("tool", RECORDED)
+def test_a_load_generators_request_is_answered_with_the_tokens_that_it_counts(server, tool):
+    path, body = RECORDED[tool]
+    headers = {"x-request-id": "benchmark-0"}
+    response = httpx.post(server.url + path, json={"model": "tutor"} | body, headers=headers, timeout=60)
+    assert response.status_code == 200, response.text
+    *tokens, end = messages(response.text)
+    assert len(tokens) == end["usage"]["completion_tokens"] == 9
+    if body["stream_options"].get("continuous_usage_stats"):
+        prompt = end["usage"]["prompt_tokens"]
+        assert [message["usage"]["completion_tokens"] for message in tokens] == list(range(1, 10))
+        assert all(message["usage"]["prompt_tokens"] == prompt for message in tokens)
+        assert tokens[-1]["usage"]["total_tokens"] == end["usage"]["total_tokens"] == prompt + 9
+    else:
+        assert all(message["usage"] is None for message in tokens)
+
+
+CONTINUATIONS = [(QUESTION + " It keeps the", " keys and values"), (QUESTION + " It keeps the", " bananas")]
+
+
+def test_an_evaluations_batch_of_token_ids_has_a_score_for_every_token_but_the_first(server, llm):
+    """lm-evaluation-harness 0.4 reads `token_logprobs[length of the context:-1]`."""
+    prompts = [llm.tokenizer.encode(context + answer) for context, answer in CONTINUATIONS]
+    shape = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    body = {"model": "tutor", "prompt": prompts} | shape
+    choices = httpx.post(server.url + TEXT, json=body, timeout=60).json()["choices"]
+    for prompt, choice in zip(prompts, choices, strict=True):
+        told = choice["logprobs"]
+        assert len(told["token_logprobs"]) == len(prompt) + 1
+        assert told["token_logprobs"][0] is None and None not in told["token_logprobs"][1:]
+        for value, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+            assert max(top.values()) >= value and value in top.values()  # the same number, not a rounded one
+
+
+def test_lm_evaluation_harness_prefers_the_answer_that_the_model_prefers(server, llm):
+    pytest.importorskip("lm_eval", reason="the tool: pip install lm-eval[api]")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    url = f"{server.url}/v1/completions"
+    model = LocalCompletionsAPI(base_url=url, model="tutor", tokenizer_backend="remote", batch_size=2)
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(CONTINUATIONS)]
+    found = model.loglikelihood(asked, disable_tqdm=True)
+    for (context, answer), (value, is_greedy) in zip(CONTINUATIONS, found, strict=True):
+        ids, start = llm.tokenizer.encode(context + answer), len(llm.tokenizer.encode(context))
+        [scores] = score_prompts([ids], 1, llm.calls)
+        expected = [one[i] for i, one in zip(ids[start:], scores[start:], strict=True)]
+        assert value == pytest.approx(sum(expected), abs=1e-3)
+        assert is_greedy == all(next(iter(one)) == i for i, one in zip(ids[start:], scores[start:], strict=True))
+    assert found[0][0] > found[1][0]
+
+
+@pytest.mark.slow
+def test_guidellm_measures_without_an_error(server, tmp_path):
+    pytest.importorskip("guidellm", reason="the tool: pip install guidellm")
+    command = [sys.executable, "-c", "from guidellm.__main__ import cli; cli()", "run", "--disable-console"]
+    command += ["--backend", f"kind=openai_http,target={server.url},model=tutor"]
+    command += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=4"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={TUTOR_PATH}", "--output", "kind=json,path=report.json"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+    [benchmark] = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert totals["successful"] and not totals["errored"]
