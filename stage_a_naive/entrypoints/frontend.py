@@ -220,8 +220,23 @@ class Frontend:
         if lowest < 0 or highest >= self.vocab_size:
             outside = lowest if lowest < 0 else highest
             raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
+        if params.structured_outputs is not None:
+            self._check_structured_outputs(index, params, sampling_fn)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         return Request(index, ids, params, seed, sampling_fn)
+
+    def _check_structured_outputs(
+        self, index: int, params: SamplingParams, sampling_fn: SamplingFunction | None
+    ) -> None:
+        """Check the form that a request wants its answer to have.
+
+        Raises:
+            ValueError: it cannot be had, as in all engines without constrained decoding.
+        """
+        raise ValueError(
+            f"structured_outputs of prompt {index}: this engine cannot constrain answers; use `from beyond import LLM` "
+            "(beyond/structured/README.md)"
+        )
 
 
 def check_sampling_fn(sampling_fn: object) -> None:
