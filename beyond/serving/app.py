@@ -29,6 +29,7 @@ from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
 from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
 from beyond.serving.metrics import engine_numbers, exposition
 from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
+from beyond.structured.grammars import GrammarError
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.contract.params import as_integer
@@ -213,7 +214,8 @@ class Api:
     async def _answer(self, body: dict, ask: Ask) -> ASGIApp:
         self._check_model(body.get("model"))
         if not ask.is_chat and sum(map(len, ask.prompts)) <= AT_ONCE:
-            requests = self._requests(ask)
+            compiles = ask.params.structured_outputs is not None  # which may take long, and others are being served
+            requests = await asyncio.to_thread(self._requests, ask) if compiles else self._requests(ask)
         else:
             requests = await asyncio.to_thread(self._requests, ask)
         answer = Answer(ask, self.model, self.llm.llm.tokenizer)
@@ -239,6 +241,8 @@ class Api:
         try:
             prompts = [self._chat_ids(ask.prompts[0])] if ask.is_chat else ask.prompts
             checked = self.llm.llm.requests(prompts, ask.params)
+        except GrammarError as error:
+            raise RequestError(str(error), param="structured_outputs") from None
         except ValueError as error:
             raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
         if ask.n == 1:

@@ -18,8 +18,8 @@ from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_a_naive.loop import encode
 
 QUESTIONS = "What is a KV cache?", "What is prefill?", "What is a block table?", "什么是 KV cache？"
-PATTERN = r'\{"stage": "[A-F]", *"cached": (true|false)\}'
-FREE, CONSTRAINED, MOST_TOKENS = False, True, 60
+PATTERN, MOST_TOKENS = r'\{"stage": "[A-F]", *"cached": (true|false)\}', 60
+FREE, CONSTRAINED = False, True
 DEAD, DONE = ("dead",), ("done",)  # no text can follow; nothing needs to
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     for constrained in (FREE, CONSTRAINED):
         work = [(model, encode(tokenizer, question), tokenizer.eos_token_id, texts) for question in QUESTIONS]
         answers = [tokenizer.decode(generate(*one, PATTERN, constrained)[:-1]) for one in work]
-        counts.append(sum(bool(re.fullmatch(PATTERN, answer)) for answer in answers))
+        counts.append(sum(re.fullmatch(PATTERN, answer) is not None for answer in answers))
     assert counts[1] == len(QUESTIONS) * CONSTRAINED, answers
     print(f"answers in the form, of {len(QUESTIONS)}: {counts[0]} → {counts[1]} [H200: the same, it is a count]")
 
