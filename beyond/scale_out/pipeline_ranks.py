@@ -24,7 +24,7 @@ from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import MODEL_DTYPE, Formats, build_model, choose_num_blocks, load_runtime
+from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, choose_num_blocks, load_runtime
 from stage_d_paged.weights import TensorSource
 from stage_e_batching.sampler import Sampler
 from stage_f_graph_tp.compose import make_buffers, record_graphs

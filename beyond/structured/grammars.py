@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 1 << 16  # of a form
 MOST_FORMS = 256  # compiled ones that are kept
 COMPILE_SECONDS = 10.0  # that a request waits for its form
-# Between two tokens of JSON: a space, or a new line and an indentation. With any white space a model may go on for ever.
+# Between two tokens of JSON: a space, or a new line and an indentation. Where any is allowed, a model may never end.
 WHITE_SPACE = r" |\n {0,8}"
 POLL_SECONDS = 0.01
 

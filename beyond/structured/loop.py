@@ -76,10 +76,8 @@ def generate(model, prompt_ids: list[int], eos_id: int, texts: tuple, pattern: s
     ids, state, kv_cache = [], parse(deque(pattern)), None
     while len(ids) < MOST_TOKENS and eos_id not in ids:
         out = model(torch.tensor([ids[-1:] or prompt_ids]), past_key_values=kv_cache, use_cache=True)
-        scores, kv_cache = out.logits[0, -1], out.past_key_values
-        if constrained:
-            scores = scores.masked_fill(~mask(state, texts, eos_id), -torch.inf)
-        ids.append(int(scores.argmax()))
+        kv_cache, forbidden = out.past_key_values, ~mask(state, texts, eos_id) & constrained
+        ids.append(int(out.logits[0, -1].masked_fill(forbidden, -torch.inf).argmax()))
         state = reduce(after, texts[ids[-1]], state)
     return ids
 
