@@ -37,7 +37,7 @@ from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from beyond.structured.checks import check_structured_outputs
-from beyond.structured.constraints import constrained_sampler
+from beyond.structured.constraints import Constraints, constrained_sampler
 from beyond.structured.grammars import Grammars, WhenCompiled
 from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
@@ -169,7 +169,9 @@ class LLM(stage_f.LLM):
 
     @property
     def _grammars(self) -> Grammars:
-        return self.runner.sampler.constraints.grammars
+        constraints = self.runner.sampler.constraints
+        assert isinstance(constraints, Constraints)
+        return constraints.grammars
 
     def _check_structured_outputs(self, *given: Any) -> None:
         check_structured_outputs(self._grammars, *given)

@@ -6,23 +6,28 @@ import random
 import threading
 from collections import deque
 from functools import reduce
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from contract.test_structured import FORMS, PROMPT, SCHEMA, check_all, mixture
+from pydantic import BaseModel
+from serving import httpx, running
 from stand_ins import EagerRecorder
 from transformers import AutoTokenizer
 
 from beyond import LLM
+from beyond.serving.engine_process import EngineProcess
+from beyond.serving.remote_engine import RemoteLLM
 from beyond.structured import loop
 from beyond.structured.checks import check_structured_outputs
 from beyond.structured.constraints import LOWEST, forbid
-from beyond.structured.grammars import GrammarError, Grammars, Matcher, WhenCompiled
+from beyond.structured.grammars import Grammars, Matcher, WhenCompiled
 from stage_a_naive import SamplingParams
 from stage_a_naive.checkpoints.loading import resolve
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
-from stage_a_naive.contract.structured_outputs import StructuredOutputs, as_structured_outputs
+from stage_a_naive.contract.structured_outputs import GrammarError, StructuredOutputs, as_structured_outputs
 from stage_a_naive.loop import encode
 from stage_f_graph_tp.cuda_graph import capture_sizes
 from stage_f_graph_tp.prefill_graphs import prefill_sizes
@@ -198,6 +203,36 @@ def test_a_grammar_that_gets_stuck_ends_its_own_request_alone(llm: LLM, monkeypa
     while not llm.is_finished():
         ended += [number for number, _ in llm.step()[0]]
     assert ended == [free]
+
+
+class Stage(BaseModel):
+    stage: Literal["A", "B", "C"]
+    cached: bool
+
+
+def test_openais_parse_gets_an_object(llm: LLM) -> None:
+    openai = pytest.importorskip("openai", reason="the client: pip install openai")
+    chat = [{"role": "user", "content": PROMPT}]
+    with running(llm) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.parse(model="tutor", messages=chat, response_format=Stage, temperature=0)
+        assert isinstance(answer.choices[0].message.parsed, Stage)
+        with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as bad:
+            form = {"json": {"not": {}}}
+            client.completions.create(model="tutor", prompt=PROMPT, extra_body={"structured_outputs": form})
+        assert bad.value.body["param"] == "structured_outputs"
+
+
+def test_an_engine_in_another_process_takes_forms_and_its_front_refuses_them() -> None:
+    process = EngineProcess("beyond.engine:LLM", {"model": "tutor", "device": "cpu", "dtype": "auto", "seed": 0})
+    ask = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20}
+    try:
+        with running(RemoteLLM(process)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+            done = client.post("/v1/completions", json=ask | {"structured_outputs": {"choice": ["a block", "a token"]}})
+            assert done.json()["choices"][0]["text"] in ("a block", "a token")
+            refused = client.post("/v1/completions", json=ask | {"structured_outputs": {"regex": "(a"}})
+            assert refused.status_code == 400 and "cannot be compiled" in refused.json()["error"]["message"]
+    finally:
+        process.close()
 
 
 @pytest.mark.gpu

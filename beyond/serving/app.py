@@ -29,10 +29,10 @@ from beyond.serving.event_stream import ClientGone, EventStream, unless_gone
 from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
 from beyond.serving.metrics import engine_numbers, exposition
 from beyond.serving.protocol import Ask, Limits, RequestError, check_fields, parse_chat, parse_completion
-from beyond.structured.grammars import GrammarError
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.contract.params import as_integer
+from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_e_batching.calls.mailbox import Token
 
 AT_ONCE = 2000  # characters or token ids: checking and encoding more takes longer than handing it to another thread

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from beyond.structured.grammars import GrammarError, Grammars
+from beyond.structured.grammars import Grammars
 from stage_a_naive.contract.outputs import SamplingFunction
 from stage_a_naive.contract.params import SamplingParams
+from stage_a_naive.contract.structured_outputs import GrammarError
 
 
 class Refusal(NamedTuple):
@@ -44,4 +45,4 @@ def check_structured_outputs(
         if refusal.applies(params, sampling_fn):
             other = f"structured_outputs of prompt {index} cannot be combined with {refusal.other}"
             raise GrammarError(f"{other}: {refusal.advice}")
-    grammars.start(params.structured_outputs)  # pyright: ignore[reportArgumentType] (they are checked by then)
+    grammars.start(params.structured_outputs)

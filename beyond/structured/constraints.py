@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from beyond.structured.grammars import GrammarError, Grammars, Matcher
+from beyond.structured.grammars import Grammars, Matcher
 from stage_a_naive.checkpoints.loading import ModelSource
+from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_d_paged.batch import upload
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.llm import make_sampler

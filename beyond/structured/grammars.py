@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stage_a_naive.checkpoints.loading import ModelSource, eos_token_ids, load_tokenizer
-from stage_a_naive.contract.structured_outputs import StructuredOutputs
+from stage_a_naive.contract.structured_outputs import GrammarError, StructuredOutputs
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.step import BatchSequence
 
@@ -35,10 +35,6 @@ COMPILE_SECONDS = 10.0  # that a request waits for its form
 # Between two tokens of JSON: a space, or a new line and an indentation. Where any is allowed, a model may never end.
 WHITE_SPACE = r" |\n {0,8}"
 POLL_SECONDS = 0.01
-
-
-class GrammarError(ValueError):
-    """A form that cannot be compiled, or a text that cannot go on in it."""
 
 
 class Matcher:

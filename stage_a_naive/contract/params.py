@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stage_a_naive.contract.errors import shown
-from stage_a_naive.contract.structured_outputs import RULE, StructuredOutputs, as_structured_outputs
+from stage_a_naive.contract.structured_outputs import RULE, as_structured_outputs
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    structured_outputs: Mapping[str, Any] | StructuredOutputs | None = None
+    structured_outputs: Any = None  # a mapping; once checked a `StructuredOutputs`, or None
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():

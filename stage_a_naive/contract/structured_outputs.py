@@ -13,6 +13,10 @@ RULE = (
 )
 
 
+class GrammarError(ValueError):
+    """A form that an answer cannot have; the message says why and what to do."""
+
+
 class StructuredOutputs(NamedTuple):
     """A form in plain text, so that equal forms are equal and can be sent to another process."""
 

@@ -24,6 +24,7 @@ from stage_a_naive.contract.errors import PromptTooLong, shown
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
 from stage_a_naive.contract.params import SamplingParams, as_integer, as_number
 from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
+from stage_a_naive.contract.structured_outputs import GrammarError
 
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes
@@ -231,9 +232,9 @@ class Frontend:
         """Check the form that a request wants its answer to have.
 
         Raises:
-            ValueError: it cannot be had, as in all engines without constrained decoding.
+            GrammarError: it cannot be had, as in all engines without constrained decoding.
         """
-        raise ValueError(
+        raise GrammarError(
             f"structured_outputs of prompt {index}: this engine cannot constrain answers; use `from beyond import LLM` "
             "(beyond/structured/README.md)"
         )
