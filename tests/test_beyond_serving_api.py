@@ -449,7 +449,7 @@ REFUSALS = [  # path, body, what the error says; its message begins so
     (
         COMPLETIONS,
         ASK | {"guided_choice": ["a"]},
-        {"message": "'guided_choice' is vLLM's name of old; write structured"},
+        {"message": "'guided_choice' is vLLM's name of old"},
     ),
     (CHATS, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, TWO_FORMS),
     (COMPLETIONS, {"prompt": [7] * 4096}, TOO_LONG | {"param": "prompt"}),

@@ -22,7 +22,7 @@ from beyond.serving.engine_process import EngineProcess
 from beyond.serving.remote_engine import RemoteLLM
 from beyond.structured import loop
 from beyond.structured.checks import check_structured_outputs
-from beyond.structured.constraints import LOWEST, forbid
+from beyond.structured.constraints import forbid
 from beyond.structured.grammars import Grammars, Matcher, WhenCompiled
 from stage_a_naive import SamplingParams
 from stage_a_naive.checkpoints.loading import resolve
@@ -104,14 +104,15 @@ def test_masks_are_those_of_trying_every_token(grammars: Grammars, texts: tuple,
     assert num_equal >= 4
 
 
-def test_forbidden_tokens_have_the_lowest_score_and_the_others_keep_theirs() -> None:
-    logits = torch.randn(2, 70).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_forbidden_tokens_have_the_lowest_score_and_the_others_keep_theirs(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 70).to(dtype)
     bits = np.zeros((2, 3), np.int32)
     for row, token in ((0, 0), (0, 31), (0, 69), (1, 32)):
         bits[row, token // 32] |= np.uint32(1 << token % 32).view(np.int32)
     masked = forbid(logits, torch.from_numpy(bits), 2 ** torch.arange(8, dtype=torch.uint8))
-    assert (masked > LOWEST).nonzero().tolist() == [[0, 0], [0, 31], [0, 69], [1, 32]]
-    assert masked[0, 69] == logits[0, 69].float()
+    assert (masked > -1e38).nonzero().tolist() == [[0, 0], [0, 31], [0, 69], [1, 32]]
+    assert masked[0, 69] == logits[0, 69]
 
 
 def test_a_form_is_compiled_once(grammars: Grammars) -> None:

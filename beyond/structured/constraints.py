@@ -34,9 +34,6 @@ from stage_e_batching.sampler import Sampler, SamplerInput
 from stage_e_batching.sampler.sampler import Choose
 from stage_e_batching.step import BatchSequence
 
-# Lower than any score of a model, and not -inf: kernels subtract the highest score of a part of the row, which may be
-# forbidden as a whole.
-LOWEST = torch.finfo(torch.float32).min
 MOST_THREADS = 8
 
 
@@ -151,10 +148,14 @@ def forbid(logits: Tensor, bits: Tensor, powers: Tensor) -> Tensor:
         powers: uint8 `[8]`, 1, 2, 4, …, 128.
 
     Returns:
-        float32 `[rows, vocab]`, new.
+        a new `[rows, vocab]`. The lowest score is not -inf: kernels subtract the highest score of a part of the row,
+        which may be forbidden as a whole. That of float16 is not low enough: at a high temperature noise outdoes it.
     """
+    if logits.dtype == torch.float16:
+        logits = logits.float()
     allowed = bits.view(torch.uint8)[:, :, None] & powers  # [rows, bytes, 8]: the bytes of a word are little-endian
-    return logits.float().masked_fill(allowed.flatten(1)[:, : logits.shape[1]] == 0, LOWEST)
+    forbidden = allowed.flatten(1)[:, : logits.shape[1]] == 0
+    return logits.masked_fill(forbidden, torch.finfo(logits.dtype).min)
 
 
 def constrained_sampler(runtime: Runtime, options: BatchingOptions, source: ModelSource) -> Sampler:
