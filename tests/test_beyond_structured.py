@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from contract.test_structured import FORMS, PROMPT, SCHEMA, check_all, mixture
-from pydantic import BaseModel
 from serving import httpx, running
 from stand_ins import EagerRecorder
 from transformers import AutoTokenizer
@@ -206,13 +205,14 @@ def test_a_grammar_that_gets_stuck_ends_its_own_request_alone(llm: LLM, monkeypa
     assert ended == [free]
 
 
-class Stage(BaseModel):
-    stage: Literal["A", "B", "C"]
-    cached: bool
-
-
 def test_openais_parse_gets_an_object(llm: LLM) -> None:
     openai = pytest.importorskip("openai", reason="the client: pip install openai")
+    from pydantic import BaseModel  # which that client needs, too
+
+    class Stage(BaseModel):
+        stage: Literal["A", "B", "C"]
+        cached: bool
+
     chat = [{"role": "user", "content": PROMPT}]
     with running(llm) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.parse(model="tutor", messages=chat, response_format=Stage, temperature=0)
