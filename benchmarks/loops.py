@@ -31,6 +31,7 @@ PROGRAMS = (
     "stage_f_graph_tp/tensor_parallel/loop.py",
     "beyond/quantization/loop.py",
     "beyond/speculation/loop.py",
+    "beyond/structured/loop.py",
     "beyond/scale_out/loop.py",
     "beyond/serving/loop.py",
 )

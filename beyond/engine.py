@@ -9,6 +9,7 @@ Stage F's engine is composed of parts that are handed to it. Each package here h
     formats     how weights, keys and values are stored              quantization/parts.py
     drafts      what guesses tokens, and how guesses are verified    speculation/drafts.py, ahead_drafts.py
     placement   which layers run on which device                     ranks.py, scale_out/pipeline_ranks.py
+    constraints which tokens may come next                           structured/constraints.py
 
 This file alone knows them all. What cannot be combined is in `options.py`.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from beyond.options import Options
 from beyond.quantization.checkpoint import options_of_checkpoint, resolve_quantized
@@ -34,11 +36,13 @@ from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
+from beyond.structured.checks import check_structured_outputs
+from beyond.structured.constraints import Constraints, constrained_sampler
+from beyond.structured.grammars import Grammars, WhenCompiled
 from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime, choose_num_blocks
 from stage_e_batching.engine import Engine
-from stage_e_batching.llm import make_sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import Counters
 from stage_f_graph_tp import llm as stage_f
@@ -69,6 +73,7 @@ class LLM(stage_f.LLM):
     options: Options
     resolve = staticmethod(resolve_quantized)
     table_class = TokenTable
+    grammars_class = Grammars
 
     @property
     def model_bytes(self) -> QuantizedBytes:
@@ -95,7 +100,7 @@ class LLM(stage_f.LLM):
             return self._build_on_ranks(rows, seed)
         runtime = load_quantized_runtime(self.source, rows, self.device, self.dtype, seed)
         drafting = self._load_draft(runtime, seed) if guesses == "model" else None
-        sampler = make_sampler(runtime, rows)  # before the pools, as in stage E
+        sampler = constrained_sampler(runtime, rows, self.source)  # before the pools, as in stage E
         if options.uses_eight_bits and options.uses("megakernel") and self.device.type == "cuda":
             note = "persistent megakernel: not used (it reads 16-bit weights and a 16-bit KV cache)"
             runtime = replace(runtime, notes=(*runtime.notes, note))
@@ -155,6 +160,18 @@ class LLM(stage_f.LLM):
         options, parts = self.options, {}
         if options.speculation != "off":
             parts = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
+        make = partial(Scheduler, **parts)
         if options.pipeline_parallel_size > 1:
-            return super()._scheduler(partial(PipelineScheduler, num_micro_batches=options.batches_in_flight, **parts))
-        return super()._scheduler(partial(Scheduler, **parts))
+            make = partial(PipelineScheduler, num_micro_batches=options.batches_in_flight, **parts)
+        scheduler = super()._scheduler(make)
+        scheduler.order = WhenCompiled(self._grammars)
+        return scheduler
+
+    @property
+    def _grammars(self) -> Grammars:
+        constraints = self.runner.sampler.constraints
+        assert isinstance(constraints, Constraints)
+        return constraints.grammars
+
+    def _check_structured_outputs(self, *given: Any) -> None:
+        check_structured_outputs(self._grammars, *given)

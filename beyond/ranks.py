@@ -20,7 +20,9 @@ from beyond.options import Options
 from beyond.quantization.checkpoint import resolve_quantized
 from beyond.quantization.parts import choose_layers, load_quantized_runtime, make_formats
 from beyond.scale_out.pipeline_ranks import build_stage_rank
+from beyond.structured.constraints import constrained_sampler
 from stage_d_paged.runtime import Runtime
+from stage_e_batching.sampler import Sampler
 from stage_f_graph_tp import ranks
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, build_sharded_model
@@ -51,8 +53,22 @@ class Job(ranks.Job):
         device, source, dtype = self.own_device(rendezvous), resolve_quantized(self.model), getattr(torch, self.dtype)
         formats = make_formats(options, device)
         return build_stage_rank(
-            source, options, device, dtype, self.seed, rendezvous, workers, batch, choose_layers, formats
+            source,
+            options,
+            device,
+            dtype,
+            self.seed,
+            rendezvous,
+            workers,
+            batch,
+            choose_layers,
+            formats,
+            self.make_sampler,
         )
+
+    def make_sampler(self, runtime: Runtime, options: Options) -> Sampler:
+        """Make the sampler, with the constraints that requests may ask for."""
+        return constrained_sampler(runtime, options, resolve_quantized(self.model))
 
     def load(self, options: Options, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""

@@ -28,7 +28,7 @@ from stage_e_batching.engine import Engine
 from stage_e_batching.options import BatchingOptions
 from stage_e_batching.rates import Rates
 from stage_e_batching.runner import ModelRunner
-from stage_e_batching.sampler import Sampler
+from stage_e_batching.sampler import Constraints, Sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.stepping import Stepping
 from stage_e_batching.trace import Trace
@@ -186,11 +186,16 @@ class LLM(Frontend):
         return [outputs[request.index] for request in requests]
 
 
-def make_sampler(runtime: Runtime, options: BatchingOptions) -> Sampler:
+def make_sampler(runtime: Runtime, options: BatchingOptions, constraints: Constraints | None = None) -> Sampler:
     """Make the sampler, and say how much memory it takes where that counts."""
     num_penalised = min(options.max_num_penalty_seqs, options.max_num_seqs)
     sampler = Sampler(
-        options.max_num_seqs, num_penalised, runtime.config.vocab_size, runtime.max_model_len, runtime.device
+        options.max_num_seqs,
+        num_penalised,
+        runtime.config.vocab_size,
+        runtime.max_model_len,
+        runtime.device,
+        constraints,
     )
     if runtime.device.type == "cuda":
         size = sampler.counts.nbytes / 2**20

@@ -96,7 +96,7 @@ class Job:
         runtime = self.load(options, device, group)
         group.gather("loaded")  # a collective may only be entered when every rank will enter it
         group.connect()
-        sampler = make_sampler(runtime, options)
+        sampler = self.make_sampler(runtime, options)
         num_blocks = min(map(int, group.gather("blocks", str(choose_num_blocks(runtime, options)))))
         ranks = Ranks(group, workers)
         inputs = batch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
@@ -118,6 +118,10 @@ class Job:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return device
+
+    def make_sampler(self, runtime: Runtime, options: GraphOptions) -> Sampler:
+        """Make the sampler, of which only rank 0's knows what requests ask for."""
+        return make_sampler(runtime, options)
 
     def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""

@@ -416,7 +416,10 @@ def test_the_servers_defaults_are_used_and_shown(llm):
 WRONG = {  # fields of a completion, with values that are not supported or out of range
     "logit_bias": [{"50256": -100}],
     "tools": [[{"type": "function"}]],
-    "response_format": [{"type": "json_object"}],
+    "response_format": [{"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, "json"],
+    "structured_outputs": [{}, {"json": 1}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"json_object": False}],
+    "guided_json": [{"type": "object"}],
+    "guided_regex": ["a"],
     "best_of": [3],
     "echo": [1],
     "prompt_logprobs": [-1, 21, True],
@@ -443,6 +446,8 @@ LONG_PROMPT = "x " * 15_000
 BEST = {"param": "best_of", "code": "unsupported_parameter", "message": "best_of is supported only if it equals n"}
 TOO_LONG = {"code": "context_length_exceeded"}
 NO_MODEL = {"param": "model", "code": "model_not_found"}
+NO_FORMS = {"param": "structured_outputs", "message": "structured_outputs of prompt 0: this engine cannot"}
+TWO_FORMS = {"param": "response_format", "message": "response_format and structured_outputs both say"}
 TWO_SEEDS = {"param": "seed", "message": f"seed must be an integer from {-(2**63)} to"}
 REFUSALS = [  # path, body, what the error says; its message begins so
     *((COMPLETIONS, ASK | {field: value}, {"param": field}) for field in WRONG for value in WRONG[field]),
@@ -457,6 +462,14 @@ REFUSALS = [  # path, body, what the error says; its message begins so
     (COMPLETIONS, ASK | {"stream": True, "stream_options": {"x": True}}, {"code": "unsupported_parameter"}),
     *((COMPLETIONS, ASK | given, BEST) for given in ({"n": 2, "best_of": 3}, {"best_of": 0}, {"best_of": "x"})),
     (COMPLETIONS, {"prompt": [10**9]}, {"param": "prompt", "code": None}),
+    (CHATS, {"response_format": {"type": "json_object"}}, NO_FORMS),
+    (COMPLETIONS, ASK | {"structured_outputs": {"regex": "a"}}, NO_FORMS),
+    (
+        COMPLETIONS,
+        ASK | {"guided_choice": ["a"]},
+        {"message": "'guided_choice' is vLLM's name of old"},
+    ),
+    (CHATS, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, TWO_FORMS),
     (COMPLETIONS, {"prompt": [7] * 4096}, TOO_LONG | {"param": "prompt"}),
     (COMPLETIONS, {"prompt": LONG_PROMPT}, TOO_LONG | {"param": "prompt"}),
     (CHATS, {"messages": [{"role": "user", "content": LONG_PROMPT}]}, TOO_LONG | {"param": "messages"}),

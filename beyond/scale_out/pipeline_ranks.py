@@ -24,9 +24,9 @@ from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import MODEL_DTYPE, Formats, build_model, choose_num_blocks, load_runtime
+from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, choose_num_blocks, load_runtime
 from stage_d_paged.weights import TensorSource
-from stage_e_batching.llm import make_sampler
+from stage_e_batching.sampler import Sampler
 from stage_f_graph_tp.compose import make_buffers, record_graphs
 from stage_f_graph_tp.forward import Forward, Layers
 from stage_f_graph_tp.last_tokens import LastTokens
@@ -68,12 +68,14 @@ def build_stage_rank(
     batch: MakeBatch,
     patch: Callable[..., str],
     formats: Formats,
+    make_sampler: Callable[[Runtime, Options], Sampler],
 ) -> StageRank:
     """Build one rank's part of a pipeline. All stages' pools have the number of blocks that every rank has room for.
 
     Args:
         workers, batch: as of stage F's `Job.build`.
         patch, formats: as of stage D's `load_runtime`.
+        make_sampler: called when the model is there, before the pool.
     """
     config = ModelConfig.from_hf(source.config)
     position = Position(rendezvous.rank, options.pipeline_parallel_size, options.tensor_parallel_size)

@@ -45,6 +45,7 @@ from beyond.serving.scoring import PromptLogprobs
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.contract.params import as_integer
+from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_e_batching.calls.mailbox import Token
 
 AT_ONCE = 2000  # characters or token ids: checking and encoding more takes longer than handing it to another thread
@@ -259,7 +260,8 @@ class Api:
     async def _answer(self, body: dict, ask: Ask) -> ASGIApp:
         self._check_model(body.get("model"))
         if not ask.is_chat and sum(map(len, ask.prompts)) <= AT_ONCE:
-            requests = self._requests(ask)
+            compiles = ask.params.structured_outputs is not None  # which may take long, and others are being served
+            requests = await asyncio.to_thread(self._requests, ask) if compiles else self._requests(ask)
         else:
             requests = await asyncio.to_thread(self._requests, ask)
         answer = Answer(ask, requests, self.model, self.llm.llm.tokenizer)
@@ -293,6 +295,8 @@ class Api:
         try:
             prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
             checked = self.llm.llm.requests(prompts, ask.params)
+        except GrammarError as error:
+            raise RequestError(str(error), param="structured_outputs") from None
         except ValueError as error:
             raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
         if ask.n == 1:

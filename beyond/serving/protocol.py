@@ -118,7 +118,8 @@ SAMPLING = {
 }
 ROLES = ("system", "user", "assistant", "tool")
 WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
-SHARED = SAMPLING | WHO_ASKS | {"model", "n", "stream", "stream_options", "logprobs"}
+FORMS = {"response_format", "structured_outputs"}  # that answers must have
+SHARED = SAMPLING | WHO_ASKS | FORMS | {"model", "n", "stream", "stream_options", "logprobs"}
 COMPLETION_FIELDS = SHARED | {"prompt", "best_of", "echo", "prompt_logprobs"}
 CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 # Values that ask for nothing: mostly the defaults of fields that are not supported, which clients send all the same.
@@ -224,6 +225,13 @@ def check_fields(body: object, known: set[str]) -> dict[str, Any]:
         name: value for name, value in body.items() if value is not None and value not in ASKS_FOR_NOTHING.get(name, ())
     }
     for name in fields:
+        if name.startswith("guided_"):
+            form = name.removeprefix("guided_")
+            raise RequestError(
+                f"{shown(name)} is vLLM's name of old; write structured_outputs: {{{form!r}: …}}",
+                param=shown(name)[1:-1],
+                code="unsupported_parameter",
+            )
         if name not in known:
             raise RequestError(
                 f"{shown(name)} is not supported here; supported: {', '.join(sorted(known))}",
@@ -261,12 +269,35 @@ def _sampling_params(
     if (seed := _integer(fields, "seed", -(2**63), 2**64 - 1)) is not None:  # OpenAI's are signed; the engine's are not
         values["seed"] = seed % 2**64
     try:
-        return SamplingParams(**values, logprobs=logprobs)
+        return SamplingParams(**values, logprobs=logprobs, structured_outputs=_structured_outputs(fields))
     except ValueError as error:  # its first word is the name of the field
         name, _, rest = str(error).partition(" ")
         if name == "max_tokens" and "max_completion_tokens" in fields:
             name = "max_completion_tokens"
         raise RequestError(f"{name} {rest}", param=name) from None
+
+
+def _structured_outputs(fields: Mapping[str, Any]) -> Any:
+    """The form that the answer must have, as `SamplingParams` has it; OpenAI's `response_format` is such a form."""
+    wanted = fields.get("response_format")
+    if wanted is None:
+        return fields.get("structured_outputs")
+    if "structured_outputs" in fields:
+        raise RequestError(
+            "response_format and structured_outputs both say which form the answer has; give one",
+            param="response_format",
+        )
+    if isinstance(wanted, dict) and wanted.get("type") == "json_object":
+        return {"json_object": True}
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        named = wanted.get("json_schema")
+        if isinstance(named, dict) and isinstance(named.get("schema"), dict):
+            return {"json": named["schema"]}
+    raise RequestError(
+        'response_format must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
+        f'{{"name": …, "schema": {{…}}}}}}, got {shown(wanted)}',
+        param="response_format",
+    )
 
 
 def _prompts(prompt: object, limits: Limits) -> list:

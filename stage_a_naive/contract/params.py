@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stage_a_naive.contract.errors import shown
+from stage_a_naive.contract.structured_outputs import RULE, as_structured_outputs
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-sequence ids (for benchmarks).
         seed: makes the sampled tokens reproducible; None takes a fresh seed from the engine.
         logprobs: also return the log-probabilities of this many likeliest tokens at every step, and the chosen one's.
+        structured_outputs: the form of the answer, exactly one of `{"json": schema}`, `{"regex": text}`,
+            `{"choice": [texts]}`, `{"grammar": text}` and `{"json_object": True}`. The engine of `beyond` takes it.
 
     Raises:
         ValueError: a value is out of range; the message names it.
@@ -52,6 +55,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    structured_outputs: Any = None  # a mapping; once checked a `StructuredOutputs`, or None
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
@@ -138,4 +142,5 @@ RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed,
     "ignore_eos": (as_boolean, lambda v: True, "True or False"),
     "seed": (as_integer, lambda v: 0 <= v < 2**64, f"None, or an integer from 0 to {2**64 - 1}"),
     "logprobs": (as_integer, lambda v: 0 <= v < 2**31, f"None, or an integer from 0 to {2**31 - 1}"),
+    "structured_outputs": (as_structured_outputs, lambda v: True, RULE),
 }

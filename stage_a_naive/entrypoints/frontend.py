@@ -24,6 +24,7 @@ from stage_a_naive.contract.errors import PromptTooLong, shown
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
 from stage_a_naive.contract.params import SamplingParams, as_integer, as_number
 from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
+from stage_a_naive.contract.structured_outputs import GrammarError
 
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes
@@ -230,8 +231,23 @@ class Frontend:
         if lowest < 0 or highest >= self.vocab_size:
             outside = lowest if lowest < 0 else highest
             raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
+        if params.structured_outputs is not None:
+            self._check_structured_outputs(index, params, sampling_fn)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         return Request(index, ids, params, seed, sampling_fn)
+
+    def _check_structured_outputs(
+        self, index: int, params: SamplingParams, sampling_fn: SamplingFunction | None
+    ) -> None:
+        """Check the form that a request wants its answer to have.
+
+        Raises:
+            GrammarError: it cannot be had, as in all engines without constrained decoding.
+        """
+        raise GrammarError(
+            f"structured_outputs of prompt {index}: this engine cannot constrain answers; use `from beyond import LLM` "
+            "(beyond/structured/README.md)"
+        )
 
 
 def check_sampling_fn(sampling_fn: object) -> None:

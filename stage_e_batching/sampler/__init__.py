@@ -5,6 +5,6 @@ it in PyTorch, `short_list_kernel.py`, `digit_kernel.py` and `kernels.py` on a G
 """
 
 from stage_e_batching.sampler.rules import LOGPROBS, RANDOM, REPLACED, SamplerInput
-from stage_e_batching.sampler.sampler import SampledTokens, Sampler
+from stage_e_batching.sampler.sampler import Constraints, SampledTokens, Sampler
 
-__all__ = ["LOGPROBS", "RANDOM", "REPLACED", "SampledTokens", "Sampler", "SamplerInput"]
+__all__ = ["LOGPROBS", "RANDOM", "REPLACED", "Constraints", "SampledTokens", "Sampler", "SamplerInput"]

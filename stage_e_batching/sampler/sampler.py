@@ -7,7 +7,10 @@ chooses the tokens on the device. What reaches beyond that (log-probabilities, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -40,6 +43,23 @@ class SampledTokens:
         return Sampled(token_ids, self.logprobs and self.logprobs.by_row(token_ids), self.errors)
 
 
+Choose = Callable[[Tensor, SamplerInput], Tensor]  # of logits and what their rows ask for: ids; counts nothing
+
+
+class Constraints(Protocol):
+    """Which tokens may come next, for requests that want their answers in some form."""
+
+    def admit(self, sequence: BatchSequence) -> bool:
+        """Take over a sequence in its batch slot; returns whether its tokens are constrained."""
+        ...
+
+    def choose(
+        self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray, choose: Choose
+    ) -> dict[int, Exception]:
+        """Choose the tokens of constrained rows again, into `ids`; returns the errors of rows that have no token."""
+        ...
+
+
 class Sampler:
     """Chooses tokens for the sequences in the batch slots.
 
@@ -48,14 +68,22 @@ class Sampler:
         max_num_penalised: of these, the first ones that have a row in the table of counts.
         vocab_size, device: of the logits.
         max_model_len: the longest sequence.
+        constraints: of tokens, for engines that have such; rows with them count as having another sampler.
 
     Attributes:
         counts: the table that penalties read, `[max_num_penalised, vocab]`; see `reference.py`.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_penalised: int, vocab_size: int, max_model_len: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_num_penalised: int,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+        constraints: Constraints | None = None,
     ) -> None:
+        self.constraints = constraints
         self._device = device
         self._vocab_size = vocab_size
         self._requests: list[Request | None] = [None] * max_num_seqs
@@ -69,7 +97,8 @@ class Sampler:
 
             self._choose = RowChooser(max_num_seqs, vocab_size, self.counts)
         else:
-            self._mixed_ids = mix32(torch.arange(vocab_size))  # the hash of every token id
+            mixed_ids = mix32(torch.arange(vocab_size))  # the hash of every token id
+            self._choose = partial(choose_tokens, counts=self.counts, mixed_ids=mixed_ids)
 
     # ---- the host's part ---------------------------------------------------------------------------------------
 
@@ -82,7 +111,10 @@ class Sampler:
         self._temperatures[slot] = min(max(params.temperature, SMALLEST), HOTTEST) if params.temperature else 0.0
         if params.temperature:
             self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
-        self._rules[slot] = rules_of(params, sequence.request.sampling_fn is not None, self._vocab_size, slot)
+        replaced = sequence.request.sampling_fn is not None
+        if self.constraints is not None:
+            replaced |= self.constraints.admit(sequence)
+        self._rules[slot] = rules_of(params, replaced, self._vocab_size, slot)
 
     def _enter(self, sequence: BatchSequence) -> None:
         """Count a sequence's tokens so far: its prompt's, and, after a preemption, those that it has generated."""
@@ -127,7 +159,7 @@ class Sampler:
             return self._choose(logits, rows)
         if not rows.rules[:, FLAGS].any():
             return logits.argmax(-1)  # all greedy
-        ids = choose_tokens(logits, rows, self.counts, self._mixed_ids)
+        ids = self._choose(logits, rows)
         count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED == 0)
         return ids
 
@@ -146,7 +178,11 @@ class Sampler:
         errors = None
         if (flags & REPLACED).any():
             requests = [self._requests[slot] for slot in batch_slots.tolist()]
-            errors = choose_replaced(penalised(logits, rows.rules, self.counts), requests, ids)
+            errors = {}
+            if any(request is not None and request.sampling_fn is not None for request in requests):
+                errors = choose_replaced(penalised(logits, rows.rules, self.counts), requests, ids)
+            if self.constraints is not None:
+                errors |= self.constraints.choose(logits, ids, rows, batch_slots, self._choose)
             if (flags & PENALISED).any():
                 count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED > 0)
         asking = np.flatnonzero(flags & LOGPROBS).tolist()

@@ -40,7 +40,8 @@ CALLS_IN_TURN = {"calls in turn"}  # a call waits for the one that runs, and is 
 POOLED = {"pool"}  # blocks, prefix cache, add_request/step
 BATCHING = POOLED | {"side by side"}  # calls run in the same steps; `stream`; preemption
 # One process: no ranks. Exact: the tokens are stage A's. Penalty rows: requests wait for one of `max_num_penalty_seqs`.
-FEATURES = CALLS_IN_TURN | BATCHING | {"one process", "exact", "penalty rows"}
+# Structured: answers have the form that a request asks for.
+FEATURES = CALLS_IN_TURN | BATCHING | {"one process", "exact", "penalty rows", "structured"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +108,40 @@ ENGINES = [
     row("f", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows"),
     row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", without="overlap"),
     row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", prepare=record),
-    row("8 bits", "beyond", BATCHING, "one process", quantization="int8", kv_cache_dtype="int8"),
-    row("guesses", "beyond", BATCHING, *ALONE, "penalty rows", speculation="ngram"),
-    row("guesses, recorded", "beyond", BATCHING, *ALONE, "penalty rows", prepare=record, speculation="ngram"),
-    row("guesses, no overlap", "beyond", BATCHING, *ALONE, "penalty rows", without="overlap", speculation="ngram"),
-    row("guesses of a model", "beyond", BATCHING, *ALONE, "penalty rows", speculation="model", draft_model=MODEL),
+    row("8 bits", "beyond", BATCHING, "structured", "one process", quantization="int8", kv_cache_dtype="int8"),
+    row("guesses", "beyond", BATCHING, "structured", *ALONE, "penalty rows", speculation="ngram"),
+    row(
+        "guesses, recorded",
+        "beyond",
+        BATCHING,
+        "structured",
+        *ALONE,
+        "penalty rows",
+        prepare=record,
+        speculation="ngram",
+    ),
+    row(
+        "guesses, no overlap",
+        "beyond",
+        BATCHING,
+        "structured",
+        *ALONE,
+        "penalty rows",
+        without="overlap",
+        speculation="ngram",
+    ),
+    row(
+        "guesses of a model",
+        "beyond",
+        BATCHING,
+        "structured",
+        *ALONE,
+        "penalty rows",
+        speculation="model",
+        draft_model=MODEL,
+    ),
     row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
-    row("two stages", "beyond", BATCHING, "exact", "penalty rows", pipeline_parallel_size=2),
+    row("two stages", "beyond", BATCHING, "structured", "exact", "penalty rows", pipeline_parallel_size=2),
 ]
 PACKAGES = list(dict.fromkeys(engine.package for engine in ENGINES))
 PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in engine.has))

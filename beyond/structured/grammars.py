@@ -1,0 +1,203 @@
+"""Grammars: what a request wants its answer to look like, compiled by a library, once per form and beside the steps.
+
+A *grammar* says which texts are answers. A *matcher* is at one point of one text of a grammar and does two things: it
+fills in a mask of the tokens that may come next, and it accepts the token that came. The library is llguidance, which
+reads all forms (JSON schema, regular expression, grammar), reports what it cannot do, and works without Python's lock.
+Only this file knows it: another one would be another `Matcher` and another `compile_form`.
+
+Compiling takes milliseconds to seconds, so a thread does it. A request waits for its own form; the batch for none.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stage_a_naive.checkpoints.loading import ModelSource, eos_token_ids, load_tokenizer
+from stage_a_naive.contract.structured_outputs import GrammarError, StructuredOutputs
+from stage_d_paged.block_manager import BlockManager
+from stage_e_batching.step import BatchSequence
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_CHARACTERS = 1 << 16  # of a form
+MOST_FORMS = 256  # compiled ones that are kept
+COMPILE_SECONDS = 10.0  # that a request waits for its form
+# Between two tokens of JSON: a space, or a new line and an indentation. Where any is allowed, a model may never end.
+WHITE_SPACE = r" |\n {0,8}"
+POLL_SECONDS = 0.01
+
+
+class Matcher:
+    """One answer's point in its grammar.
+
+    Args:
+        state: the library's, which belongs to this matcher from here on.
+    """
+
+    def __init__(self, state: LLMatcher) -> None:
+        self._state = state
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write which tokens may come next: bit i % 32 of word i // 32 is 1 if token i may.
+
+        Args:
+            mask: int32 `[ceil(vocab / 32)]`, contiguous.
+
+        Raises:
+            GrammarError: the grammar has become too complex, or allows no token.
+        """
+        self._state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._state.is_error():
+            raise GrammarError(f"structured_outputs: the answer cannot go on ({_reason(self._state)})")
+        if not mask.any():
+            raise GrammarError("structured_outputs: no token of the vocabulary can come next")
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens. What comes behind the end of an answer is ignored."""
+        for token_id in token_ids:
+            if self._state.is_stopped():
+                return
+            self._state.consume_token(token_id)
+
+
+class Grammars:
+    """The compiled forms of one model.
+
+    Args:
+        source: the model, for its tokenizer.
+        vocab_size: of its logits. Ids past those of the tokenizer are never allowed.
+    """
+
+    def __init__(self, source: ModelSource, vocab_size: int) -> None:
+        self._source, self._vocab_size = source, vocab_size
+        self._compiled: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(2, thread_name_prefix="grammars")
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise GrammarError("structured_outputs needs the package llguidance: pip install llguidance") from None
+        tokenizer = load_tokenizer(self._source)
+        return from_tokenizer(tokenizer, self._vocab_size, sorted(eos_token_ids(self._source, tokenizer)))
+
+    def compile(self, form: StructuredOutputs) -> Future[LLMatcher]:
+        """Have a form compiled, unless it is; returns its beginning, or the `GrammarError` that it is refused with."""
+        with self._lock:
+            found = self._compiled.get(form)
+            if found is None:
+                found = self._compiled[form] = self._threads.submit(self._compile, form)
+            self._compiled.move_to_end(form)
+            while len(self._compiled) > MOST_FORMS:
+                self._compiled.popitem(last=False)
+        return found
+
+    def start(self, form: StructuredOutputs) -> Matcher:
+        """Return a matcher at the beginning of an answer.
+
+        Raises:
+            GrammarError: the form is wrong, cannot be satisfied, or takes too long to compile.
+        """
+        try:
+            return Matcher(self.compile(form).result(COMPILE_SECONDS).deep_copy())
+        except TimeoutError:
+            took = f"takes longer than {COMPILE_SECONDS:.0f} s to compile; make it smaller"
+            raise GrammarError(f"structured_outputs: the {form.kind} {took}") from None
+
+    def _compile(self, form: StructuredOutputs) -> LLMatcher:
+        state = compile_form(form, self._tokens)
+        # The first masks make most of the library's tables: not in a step, but here.
+        trial, mask = state.deep_copy(), np.zeros(-(-self._vocab_size // 32), np.int32)
+        trial.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = allowed[~np.isin(allowed, self._tokens.eos_tokens)]
+        if len(allowed) and not trial.is_error():
+            trial.consume_token(int(allowed[0]))
+            trial.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if trial.is_error():
+            raise GrammarError(f"structured_outputs: the {form.kind} cannot be satisfied ({_reason(trial)})")
+        if not len(allowed):
+            raise GrammarError(f"structured_outputs: the {form.kind} allows no answer but an empty one")
+        return state
+
+
+def compile_form(form: StructuredOutputs, tokens: LLTokenizer) -> LLMatcher:
+    """Compile a form with the library.
+
+    Raises:
+        GrammarError: it is wrong or too large, or the library has no support for it.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if len(form.text) > MOST_CHARACTERS:
+        size = f"{len(form.text)} characters; at most {MOST_CHARACTERS} are allowed"
+        raise GrammarError(f"structured_outputs: the {form.kind} has {size}")
+    try:
+        if form.kind in ("json", "json_object"):
+            text = form.text or '{"type": "object"}'
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+        elif form.kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(form.text)
+        elif form.kind == "choice":
+            choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(form.text)]
+            grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+        else:
+            grammar = LLMatcher.grammar_from_lark(any_to_lark(form.text))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"structured_outputs: the {form.kind} cannot be compiled ({_first_line(error)})") from None
+    state = LLMatcher(tokens, grammar, log_level=0)
+    if state.is_error():
+        raise GrammarError(f"structured_outputs: the {form.kind} cannot be compiled ({_reason(state)})")
+    return state
+
+
+def _reason(state: LLMatcher) -> str:
+    """What the library says, without the dump of its state."""
+    return _first_line(state.get_error()) or state.stop_reason()
+
+
+def _first_line(error: Any) -> str:
+    text = " ".join(str(error).partition("<state>")[0].split())
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
+class WhenCompiled:
+    """The order of arrival, without the requests whose forms are still being compiled.
+
+    Args:
+        grammars: compile them.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+
+    def candidates(self, waiting: Iterable[BatchSequence], limit: int, manager: BlockManager) -> list[BatchSequence]:
+        """Return the first `limit` waiting sequences that can be admitted."""
+        compiling: list[Future[LLMatcher]] = []
+        found = list(islice((s for s in waiting if self._is_ready(s, compiling)), limit))
+        if compiling and not found and not manager.num_used:  # nothing else to do
+            wait(compiling, POLL_SECONDS, "FIRST_COMPLETED")
+        return found
+
+    def _is_ready(self, sequence: BatchSequence, compiling: list[Future[LLMatcher]]) -> bool:
+        form = sequence.request.params.structured_outputs
+        if form is None or (compiled := self._grammars.compile(form)).done():
+            return True
+        compiling.append(compiled)
+        return False

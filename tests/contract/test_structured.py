@@ -1,0 +1,104 @@
+"""Engines with constrained decoding: every answer that ends has its form, and the other requests do not notice."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from contract.engines import ask, sampler
+from stage_a_naive import SamplingParams
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"stage": {"enum": [*"ABCDEF"]}, "cached": {"type": "boolean"}, "blocks": {"enum": [1, 16, 256]}},
+    "required": ["stage", "cached", "blocks"],
+    "additionalProperties": False,
+}
+FORMS = [{"json": SCHEMA}, {"regex": "[A-F]: (yes|no)"}, {"choice": ["a block table", 'a "KV" cache']}, None]
+WAYS = [{"temperature": 0}, {"seed": 1, "top_p": 0.9}, {"seed": 2, "repetition_penalty": 1.2, "logprobs": 3}]
+PROMPT = "What is a KV cache?"
+BAD = {
+    "cannot be compiled": {"regex": "(a"},
+    "Unimplemented": {"json": {"not": {"type": "string"}}},
+    "cannot be satisfied": {"json": {"$ref": "#"}},
+    "minimum": {"json": {"type": "integer", "minimum": 2, "maximum": 1}},
+    "too many expressions": {"regex": "a{1000000}"},
+    "at most 65536": {"json": {"description": "x" * 70_000}},
+    "no answer but an empty one": {"regex": "()"},
+    "exactly one of": {"regex": "a", "choice": ["b"]},
+}
+
+
+def mixture(max_tokens: int = 90) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=max_tokens, structured_outputs=form, **way) for form in FORMS for way in WAYS]
+
+
+def check(output: dict, params: SamplingParams, eos_ids: frozenset[int]) -> None:
+    """The answer ends where its form ends, and has it."""
+    assert output["finish_reason"] == "stop", output["text"]
+    assert output["token_ids"][-1] in eos_ids
+    kind, form = params.structured_outputs
+    if kind == "json":
+        answer = json.loads(output["text"])
+        assert list(answer) == ["stage", "cached", "blocks"]
+        assert answer["stage"] in "ABCDEF" and isinstance(answer["cached"], bool) and answer["blocks"] in (1, 16, 256)
+    elif kind == "regex":
+        assert re.fullmatch(form, output["text"])
+    else:
+        assert output["text"] in json.loads(form)
+
+
+def check_all(llm, outputs: list[dict], params: list[SamplingParams]) -> None:
+    for output, own in zip(outputs, params, strict=True):
+        if own.structured_outputs is not None:
+            check(output, own, llm.eos_token_ids)
+
+
+@pytest.mark.needs("structured")
+def test_answers_of_a_mixture_have_their_forms_and_the_others_are_as_alone(tutor) -> None:
+    params = mixture()
+    outputs = tutor.generate([PROMPT] * len(params), params, False)
+    check_all(tutor, outputs, params)
+    for output, own in zip(outputs, params, strict=True):
+        if own.structured_outputs is None:
+            assert [output["token_ids"]] == ask(tutor, [PROMPT], own)
+
+
+@pytest.mark.needs("structured")
+def test_answers_have_their_forms_after_preemptions(engine) -> None:
+    params = mixture()
+    with engine.made("tutor", num_kvcache_blocks=20, kvcache_block_size=8, max_model_len=150) as llm:
+        check_all(llm, llm.generate([PROMPT] * len(params), params, False), params)
+        assert llm.calls.stats()["num_preemptions"] > 0
+
+
+@pytest.mark.needs("structured")
+def test_an_answer_that_ends_inside_its_form_says_so(tutor) -> None:
+    [output] = tutor.generate(PROMPT, SamplingParams(max_tokens=3, structured_outputs={"json": SCHEMA}), False)
+    assert output["finish_reason"] == "length" and len(output["token_ids"]) == 3
+
+
+@pytest.mark.needs("structured")
+@pytest.mark.parametrize("message", BAD)
+def test_a_form_that_cannot_be_had_is_refused_by_name(tutor, message: str) -> None:
+    with pytest.raises(ValueError, match=f"structured_outputs.*{message}"):
+        ask(tutor, PROMPT, SamplingParams(structured_outputs=BAD[message]))
+
+
+@pytest.mark.needs("structured")
+def test_what_cannot_be_combined_with_a_form_is_refused_with_advice(tutor) -> None:
+    with pytest.raises(ValueError, match="ignore_eos=True: an answer ends where"):
+        ask(tutor, PROMPT, SamplingParams(ignore_eos=True, structured_outputs={"regex": "a"}))
+    with sampler(tutor, lambda logits, params: logits.argmax(-1)), pytest.raises(ValueError, match="sampling_fn"):
+        ask(tutor, PROMPT, SamplingParams(structured_outputs={"regex": "a"}))
+
+
+def test_an_engine_without_constrained_decoding_names_one_with_it(engine, llm) -> None:
+    if "structured" in engine.has:
+        pytest.skip("it has it")
+    with pytest.raises(ValueError, match="from beyond import LLM"):
+        ask(llm, "a", SamplingParams(structured_outputs={"regex": "a"}))
