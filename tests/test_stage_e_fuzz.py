@@ -66,7 +66,7 @@ def run_and_compare(
     calls = make(**options)
     scheduler = calls.engine.scheduler
     max_total_len = min(options["max_model_len"], scheduler.capacity + 1)
-    expected, outputs, aborts = {}, {}, {}
+    expected, outputs, aborts, num_aborted = {}, {}, {}, 0
     coming = sorted(enumerate(requests), key=lambda pair: pair[1].step)
     now = 0
     while coming or calls.has_unfinished():
@@ -82,6 +82,7 @@ def run_and_compare(
             assert calls.abort(request_id) == was_there
             assert not calls.abort(request_id)
             if was_there:
+                num_aborted += 1
                 del expected[request_id]
         try:
             events = calls.step()
@@ -96,7 +97,7 @@ def run_and_compare(
         check_books(calls)
         now += 1
         assert now < 3000, f"no end in sight: {calls.stats()}"
-    assert outputs == expected
+    assert outputs == expected and calls.engine.counters.num_aborted == num_aborted
     assert scheduler.block_manager.num_used == 0
     return calls
 

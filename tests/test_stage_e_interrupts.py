@@ -128,6 +128,19 @@ def test_a_second_interrupt_while_the_first_is_dealt_with_costs_no_more(expected
     assert not calls.has_unfinished() and calls.stats()["num_used_blocks"] == 0
 
 
+def test_a_request_whose_arrival_breaks_off_keeps_nobody_waiting():
+    lines = has_arrived = 0
+    while not has_arrived:
+        lines += 1
+        calls = engine_of(make_calls)
+        with suppress(KeyboardInterrupt), interrupt_after(lines):
+            has_arrived = calls.add_request(request(1)) + 1
+        while calls.has_unfinished():
+            calls.step()
+        assert calls.is_finished()
+    assert lines > 15, "every line of an arrival"
+
+
 @pytest.mark.parametrize("where", ["schedule", "launch", "postprocess"])
 def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(expected, where):
     calls = engine_of(make_calls)

@@ -79,7 +79,9 @@ def choose(
 ) -> SampledTokens:
     logits = torch.tensor([row["logits"] for row in batch], dtype=dtype)
     rows, needs = rows_of(sampler, batch, batch_slots)
+    given = logits.clone()
     ids = sampler.choose(logits, rows)
+    assert torch.equal(logits, given), "log-probabilities are of these"
     if not needs & (LOGPROBS | REPLACED):
         return SampledTokens(ids)
     return sampler.complete(logits, ids, rows, np.array(batch_slots))

@@ -138,6 +138,16 @@ def test_each_preemption_doubles_what_must_stay_free_at_the_return():
     assert found == [8, 16, 32, 64, 128, 200, 200], "16 tokens for each of two, in blocks of 4, up to the whole pool"
 
 
+def test_a_sequence_counts_its_preemptions():
+    calls = make_calls(num_blocks=300, block_size=1, max_num_seqs=4, max_num_batched_tokens=64)
+    for i in range(4):
+        add(calls, 8, 200, phrase=i + 2)
+    sequences = calls.engine.scheduler.unfinished
+    run_all(calls)
+    times = [sequence.num_preemptions for sequence in sequences]
+    assert sum(times) == calls.engine.counters.num_preemptions and max(times) == 2
+
+
 def test_a_preempted_sequence_finds_its_own_prefix_again():
     calls = make_calls(num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     requests = [make_request(i, prompt_of(12, i + 1), 20, ignore_eos=True) for i in range(2)]
@@ -336,9 +346,9 @@ def test_without_chunking_a_prompt_takes_no_more_of_a_step_than_is_left_to_run()
     calls = make_calls(**ROOMY, enable_chunked_prefill=False)
     add(calls, 40, 1)
     run_all(calls)
-    fresh, cached = add(calls, 40, 1, phrase=2), add(calls, 40, 1)
+    fresh, cached = add(calls, 60, 1, phrase=2), add(calls, 40, 1)
     calls.step()
-    assert [(e.sequence.request_id, e.num_tokens) for e in calls.engine.runner.steps[-1]] == [(fresh, 40), (cached, 4)]
+    assert [(e.sequence.request_id, e.num_tokens) for e in calls.engine.runner.steps[-1]] == [(fresh, 60), (cached, 4)]
 
 
 @pytest.mark.parametrize(

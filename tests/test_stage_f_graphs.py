@@ -195,6 +195,8 @@ def test_steps_of_ever_new_sizes_do_not_pile_up_views_of_the_input():
         input_ids[:] = tokens
         views.append(weakref.ref(input_ids))
         assert (buffers.send(shape).input_ids == tokens).all()
+    first, _, again = (buffers.send(layout) for layout in (shape, StepShape(1, 1, 1, 1, 0, 1, 1), shape))
+    assert first is again, "views are made once for each layout"
     assert sum(view() is not None for view in views) <= step_input.MAX_VIEWS
 
 
@@ -203,6 +205,15 @@ def test_a_steps_input_is_not_written_where_the_copy_of_the_one_before_may_still
     buffers = step_input.StepBuffers(4096, torch.device("cpu"))
     first, second, third = (buffers.next_host(shape).input_ids for _ in range(3))
     assert not np.shares_memory(first, second) and np.shares_memory(first, third)
+
+
+def test_what_another_process_packed_is_sent_as_if_it_had_been_filled_in_here():
+    shape = StepShape(4, 1, 1, 1, 0, 4, 4)
+    here, there = (step_input.StepBuffers(4096, CPU) for _ in range(2))
+    here.next_host(shape).input_ids[:] = [5, 6, 7, 2**40]
+    there.unpack(here.packed(shape))
+    assert there.send(shape).input_ids.tolist() == [5, 6, 7, 2**40]
+    assert step_input.StepBuffers(4096, torch.device("meta")).send(shape).input_ids.is_meta, "on the model's device"
 
 
 @pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str)

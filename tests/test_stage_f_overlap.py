@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from contract.engines import MODEL
+from fake_engines import make_guessing
 from fake_model import answer_alone, make_calls, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,3 +73,13 @@ def test_the_next_step_is_launched_before_the_tokens_of_the_last_are_fetched(lat
     assert in_flight == ([1] * 5 + [0] if late else [0] * 5)
     llm = stage_f_graph_tp.LLM(MODEL, device="cpu", without="" if late else "overlap", num_kvcache_blocks=16)
     assert llm.engine.depth == int(late)
+
+
+def test_a_step_that_nobody_guessed_for_stays_in_flight():
+    silent = SimpleNamespace(has_draft=lambda sequence: True, draft=lambda sequence: [])
+    calls, in_flight = make_guessing(drafter=silent, **POOL), []
+    calls.add_request(make_request(0, [1, 2, 3], 5, ignore_eos=True), streams=False)
+    while calls.has_unfinished():
+        calls.step()
+        in_flight.append([step.waited for step in calls.engine.runner.launched].count(False))
+    assert in_flight == [1] * 5 + [0]

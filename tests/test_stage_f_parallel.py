@@ -145,14 +145,16 @@ def test_ranks_that_execute_different_commands_notice_it_before_any_tensor_is_mi
     on_ranks(2, work)
 
 
-def test_under_torchrun_the_number_of_processes_is_checked_and_a_gpu_is_this_machines(monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+def test_under_torchrun_the_number_of_processes_is_checked_and_address_and_gpu_are_this_machines(monkeypatch):
+    ours = {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    for name, value in (ours | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="tensor_parallel_size=4, but torchrun started 8 processes"):
         open_rendezvous(4, "tensor_parallel_size=4")
     place = Rendezvous(dist.HashStore(), 5, 8, is_torchrun=True)
     assert place.device(torch.device("cuda")) == torch.device("cuda", 1)
     assert place.device(CPU) == CPU
+    assert place.own_address == "127.0.0.1"
 
 
 def test_ranks_that_torchrun_starts_again_read_nothing_of_those_that_failed(monkeypatch):

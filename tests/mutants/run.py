@@ -35,7 +35,8 @@ RANKS = ("tests/test_stage_f_parallel.py", "tests/test_stage_f_workers.py")
 COMMANDS = (
     *RANKS,
     "-k",
-    "command or collective or starts_again or travels or before_its_end or reports_it or one_rank",
+    "command or collective or under_torchrun or starts_again or travels or notice_first or before_its_end "
+    "or reports_it or one_rank",
 )
 F, PARALLEL = "stage_f_graph_tp", "stage_f_graph_tp/tensor_parallel"
 WATCH = f"{PARALLEL}/watch"
@@ -45,12 +46,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     "stage_d_paged/block_manager.py": ("tests/test_stage_d_block_manager.py", FUZZ),
     "stage_e_batching/scheduler.py": SCHEDULING,
     "stage_e_batching/queues.py": (*SCHEDULING, "tests/test_stage_e_interrupts.py"),
-    "stage_e_batching/engine.py": (*SCHEDULING, "tests/test_stage_f_overlap.py", "tests/test_stage_e_interrupts.py"),
+    "stage_e_batching/engine.py": (
+        *SCHEDULING,
+        "tests/test_stage_f_overlap.py",
+        "tests/test_stage_e_interrupts.py",
+        "tests/test_fake_engines.py",
+        "-k",
+        "not stages and not device and not ahead",
+    ),
     "stage_e_batching/calls/calls.py": ("tests/test_stage_e_calls.py", "tests/test_stage_e_interrupts.py", FUZZ),
     "stage_e_batching/sampler/reference.py": (
         "tests/test_stage_e_sampler.py",
         "-k",
-        "not interpreter and not logprobs",
+        "not interpreter",
     ),
     f"{F}/step_input.py": OVERLAP,
     f"{F}/input_batch.py": OVERLAP,
