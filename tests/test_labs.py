@@ -179,7 +179,10 @@ def write_answer(answer: dict[str, str], work: Path) -> None:
     text = exercise.reference.read_text(encoding="utf-8")
     span = bodies.find(text, exercise.name, exercise.path)
     body, file = text[span.start : span.end], exercise.copy_in(work)
-    for find, put in [(answer["find"], answer["put"]), *answer.get("then", [])]:
+    if "body" in answer:
+        head = text[span.start : span.body_start]
+        body = head + textwrap.indent(answer["body"], span.indent) + text[span.body_end : span.end]
+    for find, put in [(answer["find"], answer["put"]), *answer.get("then", [])] if "find" in answer else []:
         assert body.count(find) == 1, f"{exercise.id}: {find!r} is {body.count(find)} times in the reference"
         body = body.replace(find, put)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -66,6 +66,11 @@ class TestChatPrompt:
         )
         assert text == expected, f"expected {expected!r}, got {text!r}"
 
+    def test_the_content_is_kept_as_it_is(self):
+        text = chat.chatml([{"role": "user", "content": "  def f():\n"}])
+        expected = "<|im_start|>user\n  def f():\n<|im_end|>\n<|im_start|>assistant\n"
+        assert text == expected, f"spaces and line breaks belong to the content: expected {expected!r}, got {text!r}"
+
 
 class TestSample:
     def test_greedy_is_the_exact_argmax_with_the_first_of_equals(self):
@@ -102,6 +107,16 @@ class TestSample:
         ids = sampling.sample(logits, [params] * 40, seeds, steps).tolist()
         expected = [noisy_argmax(*row) for row in zip(logits, [params] * 40, seeds, steps, strict=True)]
         assert ids == expected, f"argmax(filtered + gumbel_noise(seed, step)) is {expected[:6]}…, got {ids[:6]}…"
+
+    def test_each_row_has_its_own_parameters(self):
+        torch.manual_seed(0)
+        logits = torch.randn(1, 300).repeat(40, 1)
+        params = [SamplingParams(temperature=(0.5, 1.0, 4.0)[i % 3], top_k=(0, 2)[i % 2]) for i in range(40)]
+        ids = sampling.sample(logits, params, list(range(40)), [0] * 40).tolist()
+        expected = [noisy_argmax(*row) for row in zip(logits, params, range(40), [0] * 40, strict=True)]
+        assert ids == expected, (
+            f"temperatures and top_k differ from row to row: {expected[:6]}… expected, got {ids[:6]}…"
+        )
 
     def test_greedy_and_random_rows_mix(self):
         logits = torch.tensor([[0.0, 1.0, 0.0]]).repeat(21, 1)

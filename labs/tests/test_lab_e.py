@@ -569,6 +569,13 @@ class TestEngineStep:
             expected = [f"{what} {i}" for i in range(number + 1) for what in ("launch", "wait")]
             assert calls.engine.runner.log == expected, f"{expected} expected, got {calls.engine.runner.log}"
 
+    def test_with_a_depth_of_0_no_token_is_counted_before_it_is_there(self, monkeypatch):
+        calls, counted = self.calls(0), []
+        monkeypatch.setattr(calls.engine.scheduler, "count_in_flight", counted.append)
+        calls.add_request(request_of([1, 2, 3], 3), streams=False)
+        self.run(calls)
+        assert counted == [], f"nothing stays in flight with a depth of 0, {len(counted)} steps were counted on"
+
     def test_with_a_depth_of_1_the_next_step_is_launched_before_the_last_ones_tokens_are_fetched(self):
         calls = self.calls(1)
         calls.add_request(request_of([1, 2, 3], 5), streams=False)
