@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stage_e_batching.llm as stage
 from labs.mutants import assert_catches
 from labs.tests.support import DigitTokenizer, check_whole_stage, completion_of, request_of
-from labs.variants import shortest_first
+from labs.variants import shortest_first, stops
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.filters import cut_off, distances
 from stage_a_naive.contract.penalties import apply_penalties
@@ -686,6 +686,25 @@ class TestShortestFirst:
 class TestBreakIt:
     def test_the_learners_test_tells_the_broken_engine_from_the_reference(self):
         assert_catches("e")
+
+
+class TestStream:
+    @pytest.mark.parametrize(
+        ("pieces", "strings", "sent"),
+        [
+            (["ab", "cd", "xy"], ["cde"], ["ab", "", "cdxy"]),
+            (["ab", "cd", "ef", "gh"], ["cde"], ["ab", "", ""]),
+            (["aa", "a", "c"], ["aab"], ["", "a", "aac"]),
+            (["x<", "end", ">y"], ["<end>", "d"], ["x", "<en"]),
+            (["one.two.", "three"], ["."], ["one"]),
+            (["to the e", "n"], ["end"], ["to the ", "en"]),
+            (["no ", "stops"], [], ["no ", "stops"]),
+            (["a", "b", "ac"], ["ba", "abac"], ["", "", ""]),
+        ],
+    )
+    def test_what_may_become_a_stop_string_waits_and_the_rest_does_not(self, pieces, strings, sent):
+        found = stops.stream(pieces, strings)
+        assert found == sent, f"pieces {pieces}, stop strings {strings}: {sent} expected, got {found}"
 
 
 class TestWholeStage:
