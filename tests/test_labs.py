@@ -325,7 +325,7 @@ def test_a_changed_signature_is_refused_with_the_one_that_was_given(tmp_path):
     work = submission(tmp_path, "a")
     file = work / "variants" / "floors.py"
     text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("num_prompt: int, num_", "num_prompt: int = 0, num_"))
+    file.write_text(text.replace("bandwidth: float)", "bandwidth: float = 1.0)"))
     mark = mark_of("A.5", work)
     line = text[: text.index("def answer_floor(")].count("\n") + 1
     assert mark.state == "failed" and mark.reason.startswith("the signature must stay as it is given: expected `def ")
