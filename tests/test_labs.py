@@ -670,12 +670,12 @@ def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys)
     renamed = re.sub(r"\bn\b", "size", odd.replace("part", "read"))
     students = tmp_path / "submissions"
     for name, body in (("ada", odd), ("bob", renamed), ("cay", "return 0")):
-        file = students / name / "variants" / "floors.py"
-        file.parent.mkdir(parents=True)
-        submission(tmp_path / f"copy-{name}", "a", answer_floor=body)
-        file.write_text((tmp_path / f"copy-{name}" / "variants" / "floors.py").read_text())
+        copy = submission(tmp_path / f"copy-{name}", "a", answer_floor=body)
+        for path in ("variants/floors.py", "stage_a_naive/__init__.py"):
+            (students / name / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(copy / path, students / name / path)
     with tarfile.open(students / "cay.tar.gz", "w:gz") as archive:
-        archive.add(students / "cay" / "variants", "variants")
+        archive.add(students / "cay", "cay")
     shutil.rmtree(students / "cay")
     (students / "dan.tar.gz").write_bytes(b"no archive")
     assert batch.main(["a", str(students), str(tmp_path / "results"), "--form", "gradescope"]) == 0
