@@ -31,18 +31,11 @@ class ByRank:
 
 
 class ShortestFirst(ByRank):
-    """Shortest prompt first, with ageing: the mean wait of many short requests is what one long one would cost them.
-
-    Args:
-        tokens_per_overtake: what having been overtaken once is worth, in tokens.
-    """
-
-    def __init__(self, tokens_per_overtake: int = 16) -> None:
-        self.tokens_per_overtake = tokens_per_overtake
+    """Shortest prompt first, with ageing: the mean wait of many short requests is what one long one would cost them."""
 
     def rank(self, sequence: BatchSequence, manager: BlockManager) -> float:
         """Return what decides the sequence's place among those that wait."""
-        return len(sequence) - self.tokens_per_overtake * sequence.times_overtaken
+        return len(sequence) - 16 * sequence.times_overtaken
 
 
 class Priority(ByRank):

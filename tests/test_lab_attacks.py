@@ -29,7 +29,7 @@ WRONG = {  # lab A with nothing right in it
         "sample",
         "append_and_attend",
         "milliseconds",
-        "overlap",
+        "answer_floor",
         "generate",
         "_generate_one",
     )

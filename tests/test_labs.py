@@ -179,7 +179,10 @@ def write_answer(answer: dict[str, str], work: Path) -> None:
     text = exercise.reference.read_text(encoding="utf-8")
     span = bodies.find(text, exercise.name, exercise.path)
     body, file = text[span.start : span.end], exercise.copy_in(work)
-    for find, put in [(answer["find"], answer["put"]), *answer.get("then", [])]:
+    if "body" in answer:
+        head = text[span.start : span.body_start]
+        body = head + textwrap.indent(answer["body"], span.indent) + text[span.body_end : span.end]
+    for find, put in [(answer["find"], answer["put"]), *answer.get("then", [])] if "find" in answer else []:
         assert body.count(find) == 1, f"{exercise.id}: {find!r} is {body.count(find)} times in the reference"
         body = body.replace(find, put)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +295,7 @@ def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp
         "from numpy.lib.stride_tricks import as_strided\nimport numpy\n"
         "return as_strided(numpy.zeros(1), (10**9,), (10**6,)).sum()"
     )
-    work = submission(tmp_path, "a", chatml=crash, overlap="while True:\n    pass")
+    work = submission(tmp_path, "a", chatml=crash, answer_floor="while True:\n    pass")
     report = grade.grade(load_labs()["a"], work, only=["A.1", "A.4"])
     assert [mark.state for mark in report.marks] == ["failed", "passed"] and report.whole == ""
     assert report.marks[0].reason == "it took the process down (SIGSEGV) in test_one_message"
@@ -320,13 +323,13 @@ def test_a_method_in_a_file_that_is_indented_with_tabs_is_judged(tmp_path):
 
 def test_a_changed_signature_is_refused_with_the_one_that_was_given(tmp_path):
     work = submission(tmp_path, "a")
-    file = work / "stage_a_naive" / "contract" / "stop_strings.py"
+    file = work / "variants" / "floors.py"
     text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("def overlap(text: str, stop: str)", "def overlap(text: str, stop: str = '')"))
+    file.write_text(text.replace("bandwidth: float)", "bandwidth: float = 1.0)"))
     mark = mark_of("A.5", work)
-    line = text[: text.index("def overlap(")].count("\n") + 1
+    line = text[: text.index("def answer_floor(")].count("\n") + 1
     assert mark.state == "failed" and mark.reason.startswith("the signature must stay as it is given: expected `def ")
-    assert mark.reason.endswith(f" (stage_a_naive/contract/stop_strings.py:{line})")
+    assert mark.reason.endswith(f" (variants/floors.py:{line})")
 
 
 def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(tmp_path):
@@ -397,7 +400,7 @@ def test_the_reference_does_nothing_that_an_answer_may_not(exercise, tmp_path):
 
 @pytest.mark.slow
 def test_grading_one_exercise_leaves_the_marks_of_all_and_counts_as_progress(tmp_path, capsys):
-    work = submission(tmp_path, "a", overlap="return 0")
+    work = submission(tmp_path, "a", answer_floor="return 0")
     (work / "grade-a.json").write_text("all marks")
     (work / progress.FILE).write_text('{"A.1": "failed"}')
     assert grade.main(["a", "--work", str(work), "--only", "a.1"]) == 0
@@ -410,19 +413,17 @@ def test_grading_one_exercise_leaves_the_marks_of_all_and_counts_as_progress(tmp
 
 @pytest.mark.slow
 def test_show_prints_what_the_answer_prints_and_gives_no_mark(tmp_path, capfd):
-    work = submission(tmp_path, "a", overlap="import os\nprint('here', text)\nreturn 0")
+    work = submission(tmp_path, "a", answer_floor="import os\nprint('here', num_prompt)\nreturn 0")
     assert grade.main(["a", "--work", str(work), "--only", "A.5", "--show"]) == 1
     out = capfd.readouterr().out
-    assert "here abc" in out and "assert" in out and not (work / progress.FILE).exists()
+    assert "here 3\n" in out and "assert" in out and not (work / progress.FILE).exists()
 
 
 def test_show_says_what_is_missing_where_nothing_can_run(tmp_path, capfd):
     starter.write_starter(load_labs()["a"], tmp_path / "new")
     assert grade.main(["a", "--work", str(tmp_path / "new"), "--only", "A.5", "--show"]) == 1
-    assert (
-        capfd.readouterr().out == "A.5 not started: write overlap in labs/work/stage_a_naive/contract/stop_strings.py\n"
-    )
-    work = submission(tmp_path / "wrong", "a", overlap="return (")
+    assert capfd.readouterr().out == "A.5 not started: write answer_floor in labs/work/variants/floors.py\n"
+    work = submission(tmp_path / "wrong", "a", answer_floor="return (")
     assert grade.main(["a", "--work", str(work), "--only", "A.5", "--show"]) == 1
     printed = capfd.readouterr()
     assert printed.out.startswith("A.5 failed: ") and not printed.err
@@ -502,7 +503,7 @@ def test_a_stage_that_is_not_right_costs_ten_points_and_one_that_never_ends_half
 
 @pytest.mark.slow
 def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
-    work, target = submission(tmp_path, "a", overlap="return 0"), tmp_path / "marks.json"
+    work, target = submission(tmp_path, "a", answer_floor="return 0"), tmp_path / "marks.json"
     points = []
     for option in ([], ["--partial"]):
         assert grade.main(["a", "--work", str(work), "--only", "A.5", "--json", str(target), *option]) == 0
@@ -512,7 +513,7 @@ def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
 
 @pytest.mark.slow
 def test_hidden_tests_must_pass_too(done, tmp_path):
-    hidden = "class TestOverlap:\n    def test_hidden(self):\n        assert 0, 'hidden'\n"
+    hidden = "class TestFloor:\n    def test_hidden(self):\n        assert 0, 'hidden'\n"
     (tmp_path / "test_lab_a.py").write_text(hidden)
     report = grade.grade(load_labs()["a"], done, only=["A.1", "A.5"], extra_tests=tmp_path)
     assert [(mark.state, mark.reason) for mark in report.marks] == [("passed", ""), ("failed", "hidden")]
@@ -663,18 +664,18 @@ def test_a_report_has_the_forms_of_gradescope_and_otter():
 @pytest.mark.slow
 def test_a_batch_grades_every_student_and_says_who_wrote_alike(tmp_path, capsys):
     odd = (
-        "for n in range(len(stop) - 1, 0, -1):\n    part = stop[:n]\n    if len(text) >= n and text[-n:] == part:\n"
-        "        return n\nreturn 0"
+        "total = 0\nfor n in range(1, num_generated):\n    part = weight_bytes + (num_prompt + n) * kv_bytes\n"
+        "    if part > 0 and bandwidth > 0:\n        total += part / bandwidth\nreturn total"
     )
-    renamed = re.sub(r"\bn\b", "size", odd.replace("part", "beginning"))
+    renamed = re.sub(r"\bn\b", "size", odd.replace("part", "read"))
     students = tmp_path / "submissions"
     for name, body in (("ada", odd), ("bob", renamed), ("cay", "return 0")):
-        file = students / name / "stage_a_naive" / "contract" / "stop_strings.py"
-        file.parent.mkdir(parents=True)
-        submission(tmp_path / f"copy-{name}", "a", overlap=body)
-        file.write_text((tmp_path / f"copy-{name}" / "stage_a_naive" / "contract" / "stop_strings.py").read_text())
+        copy = submission(tmp_path / f"copy-{name}", "a", answer_floor=body)
+        for path in ("variants/floors.py", "stage_a_naive/__init__.py"):
+            (students / name / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(copy / path, students / name / path)
     with tarfile.open(students / "cay.tar.gz", "w:gz") as archive:
-        archive.add(students / "cay" / "stage_a_naive", "stage_a_naive")
+        archive.add(students / "cay", "cay")
     shutil.rmtree(students / "cay")
     (students / "dan.tar.gz").write_bytes(b"no archive")
     assert batch.main(["a", str(students), str(tmp_path / "results"), "--form", "gradescope"]) == 0

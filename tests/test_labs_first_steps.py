@@ -136,7 +136,7 @@ def test_a_cell_runs_the_learners_stage_and_grades_what_it_names(clone):
     program = "from labs import notebook; notebook.run('stage_a_naive', '--raw'); "
     program += "notebook.grade('a.5', show=True); notebook.grade('A')"
     said, _ = run(clone, sys.executable, "-c", program)
-    assert said.startswith("mine ['--raw']\n") and "A.5 not started: write overlap" in said
+    assert said.startswith("mine ['--raw']\n") and "A.5 not started: write answer_floor" in said
     assert said.count("not started") == 1 + len(load_labs()["a"].exercises)
 
 

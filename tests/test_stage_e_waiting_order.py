@@ -35,11 +35,11 @@ def test_each_order_looks_at_the_waiting_in_its_own_way():
     assert ids(ShortestFirst(), queue, limit=2) == [1, 2]
     assert ids(Priority(lambda prompt: -len(prompt)), queue) == [0, 2, 1]
     queue[0].times_overtaken = 1
-    assert ids(ShortestFirst(tokens_per_overtake=8), queue) == [0, 1, 2], "one overtake is worth 8 tokens"
+    assert ids(ShortestFirst(), queue) == [0, 1, 2], "one overtake is worth 16 tokens"
     queue[2].times_overtaken = MAX_OVERTAKES - 1
-    assert len(ids(ShortestFirst(0), queue)) == 3
+    assert len(ids(Priority(len), queue)) == 3
     queue[2].times_overtaken += 1
-    assert ids(ShortestFirst(0), queue) == [2], "it has been overtaken as often as may be"
+    assert ids(Priority(len), queue) == [2], "it has been overtaken as often as may be"
 
 
 def test_the_longest_cached_prefix_goes_first():
@@ -52,7 +52,7 @@ def test_the_longest_cached_prefix_goes_first():
     assert ids(LongestCachedPrefix(), queue, manager=manager) == [1, 2, 0]
 
 
-@pytest.mark.parametrize("order", [ShortestFirst(0), Priority(len), LongestCachedPrefix()])
+@pytest.mark.parametrize("order", [ShortestFirst(), Priority(len), LongestCachedPrefix()])
 def test_nobody_starves_whatever_the_order(order):
     scheduler = Scheduler(num_blocks=100, block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
     scheduler.order = order

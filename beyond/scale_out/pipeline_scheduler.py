@@ -60,6 +60,7 @@ class PipelineScheduler(Scheduler):
             slot = self._slots_in_use.pop(sequence)
             self.free_slots_like(slot).append(slot)
         step = super().schedule()
+        self._latest = set(step.sequences[: step.num_decodes])
         self._sampled.clear()
         return step
 
@@ -75,7 +76,6 @@ class PipelineScheduler(Scheduler):
             step.sequences.append(sequence)
             step.starts.append(start)
             sequence.num_computed_tokens = start + 1
-        self._latest = set(step.sequences)
         step.num_decodes = len(step)
         step.num_tokens = [1] * len(step)
         step.samples = [True] * len(step)

@@ -77,7 +77,7 @@ def idle_in_theory(work: str, batches: int, stages: int) -> float:
     """Return the idle share that is to be expected of stages which take equally long.
 
     decode: a batch comes back before it runs again, so `batches` of `stages` are busy. prefill: the chunks of a prompt
-    follow one another, and the pipeline fills and empties once: (p - 1) / (m + p - 1) (GPipe, Huang et al., 2019).
+    follow one another, and the pipeline fills and empties once (GPipe, Huang et al., 2019).
 
     Args:
         work: "decode" or "prefill".

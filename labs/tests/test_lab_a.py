@@ -21,10 +21,9 @@ from labs.tests.support import (
     one_hot,
     request_of,
 )
-from labs.variants import append, parts, timed
+from labs.variants import append, floors, parts, timed
 from stage_a_naive import cache, chat, loop, sampling
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
-from stage_a_naive.contract import stop_strings
 from stage_a_naive.contract.params import SamplingParams
 
 
@@ -66,6 +65,11 @@ class TestChatPrompt:
         )
         assert text == expected, f"expected {expected!r}, got {text!r}"
 
+    def test_the_content_is_kept_as_it_is(self):
+        text = chat.chatml([{"role": "user", "content": "  def f():\n"}])
+        expected = "<|im_start|>user\n  def f():\n<|im_end|>\n<|im_start|>assistant\n"
+        assert text == expected, f"spaces and line breaks belong to the content: expected {expected!r}, got {text!r}"
+
 
 class TestSample:
     def test_greedy_is_the_exact_argmax_with_the_first_of_equals(self):
@@ -102,6 +106,16 @@ class TestSample:
         ids = sampling.sample(logits, [params] * 40, seeds, steps).tolist()
         expected = [noisy_argmax(*row) for row in zip(logits, [params] * 40, seeds, steps, strict=True)]
         assert ids == expected, f"argmax(filtered + gumbel_noise(seed, step)) is {expected[:6]}…, got {ids[:6]}…"
+
+    def test_each_row_has_its_own_parameters(self):
+        torch.manual_seed(0)
+        logits = torch.randn(1, 300).repeat(40, 1)
+        params = [SamplingParams(temperature=(0.5, 1.0, 4.0)[i % 3], top_k=(0, 2)[i % 2]) for i in range(40)]
+        ids = sampling.sample(logits, params, list(range(40)), [0] * 40).tolist()
+        expected = [noisy_argmax(*row) for row in zip(logits, params, range(40), [0] * 40, strict=True)]
+        assert ids == expected, (
+            f"temperatures and top_k differ from row to row: {expected[:6]}… expected, got {ids[:6]}…"
+        )
 
     def test_greedy_and_random_rows_mix(self):
         logits = torch.tensor([[0.0, 1.0, 0.0]]).repeat(21, 1)
@@ -167,14 +181,23 @@ class TestTimed:
         assert found == pytest.approx(2000), f"50 s of older work are nobody's: expected 2000 ms, got {found}"
 
 
-class TestOverlap:
+class TestFloor:
     @pytest.mark.parametrize(
-        "text, stop, length",
-        [("abc", "cde", 1), ("abcd", "cde", 2), ("abc", "xyz", 0), ("", "abc", 0), ("aaa", "aab", 2), ("ab", "ab", 0)],
+        ("weights", "kv", "prompt", "generated", "bandwidth", "seconds"),
+        [
+            (1000, 10, 3, 2, 1000.0, 1.04),
+            (1000, 10, 3, 4, 1000.0, 3.15),
+            (10, 1, 100, 3, 10.0, 22.3),
+            (988_000_000, 12_288, 1000, 1, 4.2e12, 0.0),
+            (7, 0, 5, 11, 2.0, 35.0),
+        ],
     )
-    def test_length_of_the_held_back_end(self, text: str, stop: str, length: int):
-        found = stop_strings.overlap(text, stop)
-        assert found == length, f"overlap({text!r}, {stop!r}) is {length}, got {found}"
+    def test_it_is_what_all_decode_steps_read(self, weights, kv, prompt, generated, bandwidth, seconds):
+        found = floors.answer_floor(weights, kv, prompt, generated, bandwidth)
+        assert found == pytest.approx(seconds), (
+            f"weights of {weights} bytes, {kv} per token, prompt {prompt}, answer {generated}, {bandwidth} bytes/s: "
+            f"expected {seconds} s, got {found}"
+        )
 
 
 class CountingModel:

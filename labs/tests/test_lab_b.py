@@ -197,6 +197,12 @@ class TestGroupedAttention:
         assert out.shape == (1, 7, 6, 16), f"[1, tokens, heads, head_dim] expected, got {list(out.shape)}"
         assert torch.allclose(out, attend_by_hand(query, key, value, mask, 0.25), atol=1e-5), "no token sees later ones"
 
+    def test_one_query_without_a_mask_sees_every_key(self):
+        query, key, value = self.inputs(1, 9)
+        out, _ = attention.grouped_sdpa(torch.nn.Identity(), query, key, value, None, scaling=0.25)
+        expected = attend_by_hand(query, key, value, torch.zeros(1, 9), 0.25)
+        assert torch.allclose(out, expected, atol=1e-5), "one query is the last position: it sees all 9 keys"
+
     def test_several_queries_with_a_mask_of_their_own(self):
         query, key, value = self.inputs(3, 5)
         mask = torch.full((3, 5), -torch.inf).triu(3)
@@ -264,6 +270,12 @@ class TestReceive:
         assert ids == [1], f"two chunks are on their way and one may be: wait for the first, [1]; got {ids}"
         assert (first.waits, second.waits) == (1, 0), "wait for the oldest, until one is on its way"
 
+    def test_nothing_is_handed_out_before_an_older_chunk(self):
+        log = log_with([([1], FakeEvent(False)), ([2], FakeEvent(True))])
+        ids = log.receive(max_in_flight=2)
+        assert ids == [], f"the first of two chunks has not arrived, and both may be under way: [] expected, got {ids}"
+        assert log.receive(max_in_flight=0) == [1, 2], "in order"
+
     def test_zero_in_flight_waits_for_all_in_order(self):
         log = log_with([([1], FakeEvent(False)), ([2], FakeEvent(True)), ([3], FakeEvent(False))])
         assert log.receive(max_in_flight=0) == [1, 2, 3], "max_in_flight=0: wait for all, in order"
@@ -278,6 +290,7 @@ class FakeLog:
         self.chunks: deque[list[int]] = deque()
         self.sends: list[int] = []
         self.waits: list[int] = []
+        self.receives: list[int] = []
         self.written = 0
 
     def write(self, ids: torch.Tensor) -> None:
@@ -291,6 +304,7 @@ class FakeLog:
         self.sends.append(self.written)
 
     def receive(self, max_in_flight: int) -> list[int]:
+        self.receives.append(self.written)
         if max_in_flight == 0:
             self.waits.append(self.written)
         ids: list[int] = []
@@ -340,6 +354,7 @@ class TestDecodeLoop:
         log, _, _ = self.decode(10, sync_every=4)
         assert log.sends == [4, 8, 9], f"with sync_every=4 and 9 steps: send after 4, 8 and 9, got {log.sends}"
         assert log.waits == [9], f"only the last step is waited for, got waits after {log.waits}"
+        assert log.receives == list(range(1, 10)), f"receive in every step, sent or not; got it after {log.receives}"
 
     def test_the_end_is_noticed_late_but_nothing_after_it_counts(self):
         _, completion, steps = self.decode(100, sync_every=4, eos=5)

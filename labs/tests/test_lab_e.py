@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stage_e_batching.llm as stage
 from labs.mutants import assert_catches
 from labs.tests.support import DigitTokenizer, check_whole_stage, completion_of, request_of
-from labs.variants import shortest_first
+from labs.variants import shortest_first, stops
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.filters import cut_off, distances
 from stage_a_naive.contract.penalties import apply_penalties
@@ -569,6 +569,13 @@ class TestEngineStep:
             expected = [f"{what} {i}" for i in range(number + 1) for what in ("launch", "wait")]
             assert calls.engine.runner.log == expected, f"{expected} expected, got {calls.engine.runner.log}"
 
+    def test_with_a_depth_of_0_no_token_is_counted_before_it_is_there(self, monkeypatch):
+        calls, counted = self.calls(0), []
+        monkeypatch.setattr(calls.engine.scheduler, "count_in_flight", counted.append)
+        calls.add_request(request_of([1, 2, 3], 3), streams=False)
+        self.run(calls)
+        assert counted == [], f"nothing stays in flight with a depth of 0, {len(counted)} steps were counted on"
+
     def test_with_a_depth_of_1_the_next_step_is_launched_before_the_last_ones_tokens_are_fetched(self):
         calls = self.calls(1)
         calls.add_request(request_of([1, 2, 3], 5), streams=False)
@@ -679,6 +686,25 @@ class TestShortestFirst:
 class TestBreakIt:
     def test_the_learners_test_tells_the_broken_engine_from_the_reference(self):
         assert_catches("e")
+
+
+class TestStream:
+    @pytest.mark.parametrize(
+        ("pieces", "strings", "sent"),
+        [
+            (["ab", "cd", "xy"], ["cde"], ["ab", "", "cdxy"]),
+            (["ab", "cd", "ef", "gh"], ["cde"], ["ab", "", ""]),
+            (["aa", "a", "c"], ["aab"], ["", "a", "aac"]),
+            (["x<", "end", ">y"], ["<end>", "d"], ["x", "<en"]),
+            (["one.two.", "three"], ["."], ["one"]),
+            (["to the e", "n"], ["end"], ["to the ", "en"]),
+            (["no ", "stops"], [], ["no ", "stops"]),
+            (["a", "b", "ac"], ["ba", "abac"], ["", "", ""]),
+        ],
+    )
+    def test_what_may_become_a_stop_string_waits_and_the_rest_does_not(self, pieces, strings, sent):
+        found = stops.stream(pieces, strings)
+        assert found == sent, f"pieces {pieces}, stop strings {strings}: {sent} expected, got {found}"
 
 
 class TestWholeStage:

@@ -262,6 +262,7 @@ class TestKeep:
     def test_a_token_is_where_the_next_step_of_its_sequence_reads_it(self, slots):
         tokens = LastTokens(4, CPU)
         tokens.by_slot.copy_(torch.arange(90, 95))
+        address = tokens.by_slot.data_ptr()
         ids = torch.arange(len(slots)) + 7
         inputs = SimpleNamespace(sample_slots=torch.tensor([*slots, 4]))  # and a row of padding
         kept = tokens.keep(ids, inputs, None)
@@ -270,6 +271,7 @@ class TestKeep:
             expected[slot] = token
         found = tokens.by_slot.tolist()
         assert found == expected, f"slots {slots}: {expected}, got {found}"
+        assert tokens.by_slot.data_ptr() == address, "write into by_slot itself: a recorded step reads that memory"
         assert kept.tolist() == ids.tolist(), "the host sees the same tokens"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stage_b_decode_step.token_log as token_log
 import stage_f_graph_tp.llm as stage
+from labs.exercises import exercise_of
 from labs.tests.support import check_whole_stage, completion_of
+from labs.variants import counts
 from stage_a_naive.checkpoints.loading import resolve
 from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged import block_manager, runtime
@@ -115,22 +119,100 @@ class TestHashes:
         assert len(hashed) == 12, f"12 full blocks are 12 hashes, got {len(hashed)}"
 
 
-class TestOperators:
-    def operators(self, rows: int) -> int:
-        params, counts = SamplingParams(repetition_penalty=2.0), torch.zeros(rows, 30, dtype=torch.int16)
-        for row in range(rows):
-            counts[row, [1, 2, row % 30]] = 1
-        rules = torch.from_numpy(np.stack([rules_of(params, False, 30, row) for row in range(rows)]))
-        with Count() as count:
-            out = reference.penalised(torch.ones(rows, 30), rules, counts)
-        for row in range(rows):
-            seen = (out[row] == 0.5).nonzero().flatten().tolist()
-            assert seen == sorted({1, 2, row % 30}), f"row {row} must have its own tokens penalised, got {seen}"
-        return count.operators.total()
+def operators_of(penalised: Callable[..., torch.Tensor], rows: int) -> int:
+    """The operators of a call in which all rows ask for a penalty."""
+    params, table = SamplingParams(repetition_penalty=2.0), torch.zeros(rows, 30, dtype=torch.int16)
+    for row in range(rows):
+        table[row, [1, 2, row % 30]] = 1
+    rules = torch.from_numpy(np.stack([rules_of(params, False, 30, row) for row in range(rows)]))
+    with Count() as count:
+        out = penalised(torch.ones(rows, 30), rules, table)
+    for row in range(rows):
+        seen = (out[row] == 0.5).nonzero().flatten().tolist()
+        assert seen == sorted({1, 2, row % 30}), f"row {row} must have its own tokens penalised, got {seen}"
+    return count.operators.total()
 
+
+class TestOperators:
     def test_more_rows_take_no_more_operators(self):
-        few, many = self.operators(2), self.operators(24)
+        few, many = (operators_of(reference.penalised, rows) for rows in (2, 24))
         assert few == many, f"2 rows take {few} operators, so 24 must take {few}; got {many}"
+
+
+def slow(identity: str) -> ModuleType:
+    """The module of an exercise with the function that the learner was given."""
+    exercise = exercise_of(identity)
+    module = ModuleType(exercise.module)
+    module.__package__ = exercise.module.rpartition(".")[0]
+    exec(compile(exercise.starter_text(exercise.reference.read_text("utf-8")), exercise.path, "exec"), vars(module))
+    return module
+
+
+def check_count(work: str, found: object, counted: int) -> None:
+    """Compare without saying what was counted."""
+    if found != counted:
+        pytest.fail(f"{work}: not what is counted in the slow copy, got {found}")
+
+
+class TestWaitsCount:
+    sizes = (1, 6, 40)
+
+    def test_it_is_what_the_slow_copy_does(self):
+        for tokens in self.sizes:
+            log = slow("P.1").TokenLog(tokens, CPU, reuse=True, pinned=False)
+            with Count() as count:
+                for token in range(tokens):
+                    log.write(torch.tensor([token]))
+            counted = count.operators["aten::_local_scalar_dense"]
+            check_count(f"{tokens} tokens", counts.waits(tokens), counted)
+
+
+class TestReplaysCount:
+    sizes = (1, 3, 8, 20, 100)
+
+    def test_it_is_what_the_slow_copy_does(self):
+        for largest in self.sizes:
+            sizes = cuda_graph.capture_sizes(largest)
+            graphs = slow("P.2").DecodeGraphs(sizes, table_width=5, max_model_len=20, padding_slot=999)
+            shapes = [StepShape(n, n, n, 2, n, 1, 8) for n in range(1, largest + 1)]
+            counted = sum(graphs.takes(shape) in graphs.shapes for shape in shapes)
+            check_count(f"1 to {largest} decodes", counts.replays(largest), counted)
+
+
+class TestBlocksCount:
+    sizes = (1, 16, 100)
+
+    def test_it_is_what_the_slow_copy_does(self):
+        asked = EngineOptions(attention_backend="reference")
+        size = slow("P.3").load_runtime(resolve("tutor"), asked, CPU, torch.float32).block_size
+        for tokens in self.sizes:
+            counted = block_manager.BlockManager(tokens, size).blocks_for(tokens)
+            check_count(f"{tokens} tokens", counts.blocks(tokens), counted)
+
+
+class TestHashesCount:
+    sizes = ((1, 1), (7, 5), (3, 20))
+
+    def test_it_is_what_the_slow_copy_does(self):
+        for full_blocks, looks in self.sizes:
+            hashed, module = [], slow("P.4")
+            original = module.block_key
+            module.block_key = lambda *args, hashed=hashed, original=original: hashed.append(args) or original(*args)
+            manager, sequence = module.BlockManager(20, 4), Sequence(completion_of(list(range(4 * full_blocks + 1))))
+            for _ in range(looks):
+                manager.count_cached_tokens(sequence)
+            work = f"{full_blocks} full blocks, {looks} looks"
+            check_count(work, counts.hashes(full_blocks, looks), len(hashed))
+
+
+class TestOperatorsCount:
+    sizes = (2, 3, 9, 30)
+
+    def test_it_is_what_the_slow_copy_does(self):
+        two = operators_of(slow("P.5").penalised, 2)
+        for rows in self.sizes:
+            counted = operators_of(slow("P.5").penalised, rows) - two
+            check_count(f"{rows} rows", counts.more_operators(rows), counted)
 
 
 class TestWholeStage:

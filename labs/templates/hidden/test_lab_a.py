@@ -8,12 +8,12 @@ from labs.tests import test_lab_a as public
 from labs.tests.support import student_random
 
 
-class TestOverlap:
-    def test_random_texts(self):
+class TestFloor:
+    def test_random_answers(self):
         numbers = student_random()
-        for _ in range(200):
-            text = "".join(numbers.choice("ab") for _ in range(numbers.randint(0, 8)))
-            stop = "".join(numbers.choice("ab") for _ in range(numbers.randint(1, 6)))
-            expected = max((n for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
-            found = public.stop_strings.overlap(text, stop)
-            assert found == expected, f"overlap({text!r}, {stop!r}) is {expected}, got {found}"
+        for _ in range(50):
+            weights, kv, prompt, generated = (numbers.randint(1, most) for most in (10**6, 1000, 500, 60))
+            expected = sum(weights + (prompt + step) * kv for step in range(1, generated)) / 64
+            found = public.floors.answer_floor(weights, kv, prompt, generated, 64.0)
+            given = f"weights {weights}, {kv} per token, prompt {prompt}, answer {generated}, 64 bytes/s"
+            assert abs(found - expected) <= 1e-9 * max(1, expected), f"{given}: {expected} s, got {found}"

@@ -25,3 +25,23 @@ class TestBlocks:
         size = 2 ** student_random().randint(0, 5)
         found = public.TestBlocks().block_size(kvcache_block_size=size)
         assert found == size, f"kvcache_block_size={size} was asked for, got {found}"
+
+
+class TestWaitsCount(public.TestWaitsCount):
+    sizes = tuple(student_random().sample(range(2, 200), 3))
+
+
+class TestReplaysCount(public.TestReplaysCount):
+    sizes = tuple(student_random().sample(range(2, 200), 3))
+
+
+class TestBlocksCount(public.TestBlocksCount):
+    sizes = tuple(student_random().sample(range(2, 2000), 3))
+
+
+class TestHashesCount(public.TestHashesCount):
+    sizes = tuple(zip(student_random().sample(range(2, 40), 3), student_random().sample(range(3, 30), 3), strict=True))
+
+
+class TestOperatorsCount(public.TestOperatorsCount):
+    sizes = tuple(student_random().sample(range(2, 60), 3))
