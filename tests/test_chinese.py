@@ -18,7 +18,7 @@ WIDTHS = {  # what is wrong, and how it looks
     "full-width punctuation after Chinese": rf"{HAN}[,.;:?!()\"]",
     "full-width punctuation before Chinese": rf"[,;?!(\"] ?{HAN}",
     "no space beside full-width punctuation": rf"(?<=\S)(?<![|>#-]) {FULL}|{FULL} (?=[^|\s])",
-    "a paragraph of Chinese in one line": rf"(?:{HAN}|{FULL})\n(?={HAN}|[A-Za-z0-9“（])",
+    "a paragraph of Chinese in one line": rf"(?:{HAN}|{FULL})\n(?!\d+\. )(?={HAN}|[A-Za-z0-9“（])",
 }
 
 
