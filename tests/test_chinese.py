@@ -35,7 +35,9 @@ def wrong_widths(text: str) -> list[str]:
 
 def wrong_terms(text: str) -> list[str]:
     """Words that are not the term, and terms that come without their English first."""
-    said = [f"write {term}: {around(text, m)}" for word, term in WORDS["instead"].items() for m in re.finditer(word, text)]
+    said = [
+        f"write {term}: {around(text, m)}" for word, term in WORDS["instead"].items() for m in re.finditer(word, text)
+    ]
     for name, term in WORDS["terms"].items():
         other = WORDS["contained"].get(term)
         first = (text.replace(other, "") if other else text).partition(term)
@@ -73,5 +75,7 @@ def test_a_wrong_term_or_width_is_found(text: str, said: str) -> None:
 
 
 def test_what_is_right_stays() -> None:
-    text = "先做预填充（prefill），再解码（decode）；共 3<!--=x.y--> 个 token。\n\n- 用 `make`，见 [GPU 表](a.md)：好。\n"
+    text = (
+        "先做预填充（prefill），再解码（decode）；共 3<!--=x.y--> 个 token。\n\n- 用 `make`，见 [GPU 表](a.md)：好。\n"
+    )
     assert wrong_terms(prose(text)) + wrong_widths(prose(text)) == []
