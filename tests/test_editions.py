@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,28 +14,27 @@ ROOT = Path(__file__).resolve().parent.parent
 CHINESE = sorted(
     path for room in (".", "labs", "stage_*/**", "beyond/**", "benchmarks") for path in ROOT.glob(f"{room}/*.zh-CN.md")
 )
-CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 TYPED = re.compile(r"make|python|pip|source|from|import")  # what a line begins with that a reader types
-
-
-def prose(text: str) -> str:
-    return CODE.sub("", text)
+without_code = partial(CODE.sub, "")
 
 
 def headings(text: str, page: Path) -> list[str]:
-    return [f"{number}: {marks}" for number, marks in enumerate(re.findall(r"^(#+) ", prose(text), re.MULTILINE))]
+    return [
+        f"{number}: {marks}" for number, marks in enumerate(re.findall(r"^(#+) ", without_code(text), re.MULTILINE))
+    ]
 
 
 def anchors(page: Path) -> list[str]:
     """What a link to each heading of a page says, as GitHub makes it."""
-    titles = re.findall(r"^#+ (.+)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 def links(text: str, page: Path) -> list[str]:
-    """Links and pictures, with the number of the heading that each leads to; not those between the two editions."""
+    """Links and pictures, with the number of the heading each leads to; not those between the editions."""
     found = []
-    for target in re.findall(r"\]\(([^)]+)\)", prose(without_results(text))):
+    for target in re.findall(r"\]\(([^)]+)\)", without_code(without_results(text))):
         name, _, anchor = target.partition("#")
         path = page.parent / name if name else page
         if anchor and path.suffix == ".md":
@@ -48,15 +48,12 @@ def english(page: Path) -> Path:
     return page.with_name(page.name.replace(".zh-CN.md", ".md"))
 
 
-def excerpts(text: str, page: Path) -> list[str]:
-    return re.findall(r"<!-- code: .*? -->\n.*?<!-- end of code -->", text, re.DOTALL)
-
-
 def typed(text: str, page: Path) -> list[str]:
-    """Lines of code and commands, without comments and without what a comment alone says; and code in sentences."""
-    lines = [line.split("  #")[0].strip() for _, code in CODE.findall(text) for line in code.splitlines()]
-    lines += [line.split("  #")[0].strip() for line in re.findall(r"^    (\S.*)", prose(text), re.MULTILINE)]
-    inline = {re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", prose(without_results(text)))}
+    """Lines of code and commands, without comments; and code in sentences."""
+    code = [line for block in CODE.findall(text) for line in block.splitlines()]
+    code += re.findall(r"^    (\S.*)", without_code(text), re.MULTILINE)
+    lines = [line.split("  #")[0].strip() for line in code]
+    inline = {re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", without_code(without_results(text)))}
     return [line for line in lines if TYPED.match(line)] + sorted(inline)
 
 
@@ -67,13 +64,17 @@ def without_results(text: str) -> str:
 
 def tables(text: str, page: Path) -> list[str]:
     """The cells in each row of a table, and the markers of what is filled in."""
-    rows = re.findall(r"^\|.*\||<!-- [\w:-]+ --><!-- /[\w:-]+ -->", prose(without_results(text)), re.MULTILINE)
+    rows = re.findall(r"^\|.*\||<!-- [\w:-]+ --><!-- /[\w:-]+ -->", without_code(without_results(text)), re.MULTILINE)
     return [f"{number}: {row.count('|') if row[0] == '|' else row}" for number, row in enumerate(rows)]
 
 
 def numbers(text: str, page: Path) -> list[str]:
     """Numbers with their markers; how long a page takes to read is each edition's own."""
-    return re.findall(r"[\d.,]*<!--(?!minutes)[=\w. ]+-->", prose(text))
+    return re.findall(r"[\d.,]*<!--(?!minutes)[=\w. ]+-->", without_code(text))
+
+
+def excerpts(text: str, page: Path) -> list[str]:
+    return re.findall(r"<!-- code: .*? -->\n.*?<!-- end of code -->", text, re.DOTALL)
 
 
 PARTS = (headings, links, excerpts, typed, tables, numbers)
@@ -96,8 +97,10 @@ def test_both_editions_have_the_same_parts(page: Path) -> None:
 
 @pytest.mark.parametrize("page", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_chinese_page_links_to_chinese_pages_where_there_are_some(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\.md(?:#[^)]*)?\)", prose(without_results(page.read_text(encoding="utf-8"))))
-    paths = [page.parent / f"{target}.zh-CN.md" for target in targets if not target.endswith(".zh-CN")]
+    targets = re.findall(
+        r"\]\(([^)#:]+)\.md(?:#[^)]*)?\)", without_code(without_results(page.read_text(encoding="utf-8")))
+    )
+    paths = [page.parent / f"{target}.zh-CN.md" for target in targets]
     assert [str(path.name) for path in paths if path.exists() and path.resolve() != page.resolve()] == []
 
 
@@ -121,7 +124,8 @@ PAGE += "\n```\nmake y  # z\n```\n<!-- code: f.py::g -->\n```python\ng = 1\n```\
 def test_what_has_drifted_is_named(old: str, new: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("# B\n")
     (tmp_path / "a.md").write_text(PAGE)
-    (tmp_path / "a.zh-CN.md").write_text(PAGE.replace("[a](b.md#c)", "[a](b.md#c) [English](a.md)"))
-    assert drifted(tmp_path / "a.zh-CN.md") == []
-    (tmp_path / "a.zh-CN.md").write_text(PAGE.replace(old, new))
-    assert any(line.startswith(said) for line in drifted(tmp_path / "a.zh-CN.md"))
+    page = tmp_path / "a.zh-CN.md"
+    page.write_text(PAGE.replace("[a](b.md#c)", "[a](b.md#c) [English](a.md)"))
+    assert drifted(page) == []
+    page.write_text(PAGE.replace(old, new))
+    assert any(line.startswith(said) for line in drifted(page))
