@@ -16,25 +16,23 @@ CHINESE = sorted(
 )
 CODE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 TYPED = re.compile(r"make|python|pip|source|from|import")  # what a line begins with that a reader types
-without_code = partial(CODE.sub, "")
+prose = partial(CODE.sub, "")
 
 
 def headings(text: str, page: Path) -> list[str]:
-    return [
-        f"{number}: {marks}" for number, marks in enumerate(re.findall(r"^(#+) ", without_code(text), re.MULTILINE))
-    ]
+    return [f"{i}: {marks}" for i, marks in enumerate(re.findall(r"^(#+) ", prose(text), re.MULTILINE))]
 
 
 def anchors(page: Path) -> list[str]:
     """What a link to each heading of a page says, as GitHub makes it."""
-    titles = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 def links(text: str, page: Path) -> list[str]:
     """Links and pictures, with the number of the heading each leads to; not those between the editions."""
     found = []
-    for target in re.findall(r"\]\(([^)]+)\)", without_code(without_results(text))):
+    for target in re.findall(r"\]\(([^)]+)\)", prose(without_results(text))):
         name, _, anchor = target.partition("#")
         path = page.parent / name if name else page
         if anchor and path.suffix == ".md":
@@ -51,9 +49,9 @@ def english(page: Path) -> Path:
 def typed(text: str, page: Path) -> list[str]:
     """Lines of code and commands, without comments; and code in sentences."""
     code = [line for block in CODE.findall(text) for line in block.splitlines()]
-    code += re.findall(r"^    (\S.*)", without_code(text), re.MULTILINE)
+    code += re.findall(r"^    (\S.*)", prose(text), re.MULTILINE)
     lines = [line.split("  #")[0].strip() for line in code]
-    inline = {re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", without_code(without_results(text)))}
+    inline = {re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", prose(without_results(text)))}
     return [line for line in lines if TYPED.match(line)] + sorted(inline)
 
 
@@ -64,13 +62,13 @@ def without_results(text: str) -> str:
 
 def tables(text: str, page: Path) -> list[str]:
     """The cells in each row of a table, and the markers of what is filled in."""
-    rows = re.findall(r"^\|.*\||<!-- [\w:-]+ --><!-- /[\w:-]+ -->", without_code(without_results(text)), re.MULTILINE)
+    rows = re.findall(r"^\|.*\||<!-- [\w:-]+ --><!-- /[\w:-]+ -->", prose(without_results(text)), re.MULTILINE)
     return [f"{number}: {row.count('|') if row[0] == '|' else row}" for number, row in enumerate(rows)]
 
 
 def numbers(text: str, page: Path) -> list[str]:
     """Numbers with their markers; how long a page takes to read is each edition's own."""
-    return re.findall(r"[\d.,]*<!--(?!minutes)[=\w. ]+-->", without_code(text))
+    return re.findall(r"[\d.,]*<!--(?!minutes)[=\w. ]+-->", prose(text))
 
 
 def excerpts(text: str, page: Path) -> list[str]:
@@ -97,9 +95,7 @@ def test_both_editions_have_the_same_parts(page: Path) -> None:
 
 @pytest.mark.parametrize("page", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_chinese_page_links_to_chinese_pages_where_there_are_some(page: Path) -> None:
-    targets = re.findall(
-        r"\]\(([^)#:]+)\.md(?:#[^)]*)?\)", without_code(without_results(page.read_text(encoding="utf-8")))
-    )
+    targets = re.findall(r"\]\(([^)#:]+)\.md(?:#[^)]*)?\)", prose(without_results(page.read_text(encoding="utf-8"))))
     paths = [page.parent / f"{target}.zh-CN.md" for target in targets]
     assert [str(path.name) for path in paths if path.exists() and path.resolve() != page.resolve()] == []
 
