@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from stage_a_naive.entrypoints.language import counted, padded, tr
+
 ROOT = Path(__file__).resolve().parent
 NEEDED = ("torch", "transformers", "safetensors", "tokenizers")  # without these no stage runs
 # Compute capabilities that are needed, and who says so.
@@ -70,7 +72,8 @@ class Machine:
 
     @property
     def gpu_text(self) -> str:
-        return f"{self.gpus[0].name}, compute capability {'.'.join(map(str, self.gpus[0].capability))}"
+        capability = ".".join(map(str, self.gpus[0].capability))
+        return tr("{name}, compute capability {capability}").format(name=self.gpus[0].name, capability=capability)
 
 
 def look() -> Machine:
@@ -147,36 +150,39 @@ def main_memory() -> str:
         return ""
     sizes = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     free, total = (int(sizes[key].split()[0]) / 2**20 for key in ("MemAvailable", "MemTotal"))
-    return f"{free:.1f} GiB free of {total:.1f} GiB"
+    return tr("{free:.1f} GiB free of {total:.1f} GiB").format(free=free, total=total)
 
 
 def gpu_memory() -> str:
     import torch
 
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(0))
-    return f"GPU 0: {free:.1f} GiB free of {total:.1f} GiB"
+    return "GPU 0: " + tr("{free:.1f} GiB free of {total:.1f} GiB").format(free=free, total=total)
 
 
 def machine_lines(machine: Machine) -> list[tuple[str, str]]:
     """Name and finding, one line each."""
-    built = f"built for CUDA {machine.cuda}" if machine.cuda else "built for the CPU alone"
-    gpus = "none that PyTorch sees"
+    missing = tr("missing")
+    built = (
+        tr("built for CUDA {version}").format(version=machine.cuda) if machine.cuda else tr("built for the CPU alone")
+    )
+    gpus = tr("none that PyTorch sees")
     if machine.gpus:
-        gpus = f"{len(machine.gpus)} × {machine.gpu_text}, driver {machine.driver}"
-    packages = [f"{name} {package_version(name) or 'missing'}" for name in NEEDED[1:]]
+        gpus = f"{len(machine.gpus)} × {machine.gpu_text}, " + tr("driver {version}").format(version=machine.driver)
+    packages = [f"{name} {package_version(name) or missing}" for name in NEEDED[1:]]
     return [
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("CPU", f"{cpu_name()}, {os.cpu_count()} cores"),
-        ("memory", machine.memory),
+        ("CPU", f"{cpu_name()}, " + tr("{count} cores").format(count=os.cpu_count())),
+        (tr("memory"), machine.memory),
         ("GPU", gpus),
-        ("PyTorch", f"{machine.torch}, {built}" if machine.torch else "missing"),
-        ("packages", ", ".join(packages)),
-        ("Triton", machine.triton or "missing"),
-        ("flash-attn", machine.flash_attn or "missing"),
-        ("C++ compiler", machine.compiler or "missing"),
-        ("nvcc", machine.nvcc or "missing"),
-        ("ninja", machine.ninja or "missing"),
-        ("tutor model", "models/tutor" if machine.tutor else "missing: run `python models/tutor/train.py`"),
+        ("PyTorch", f"{machine.torch}, {built}" if machine.torch else missing),
+        (tr("packages"), ", ".join(packages)),
+        ("Triton", machine.triton or missing),
+        ("flash-attn", machine.flash_attn or missing),
+        (tr("C++ compiler"), machine.compiler or missing),
+        ("nvcc", machine.nvcc or missing),
+        ("ninja", machine.ninja or missing),
+        (tr("tutor model"), "models/tutor" if machine.tutor else tr("missing: run `python models/tutor/train.py`")),
     ]
 
 
@@ -184,30 +190,33 @@ def stage_lines(machine: Machine) -> list[tuple[str, str]]:
     """What each stage will use here, one line each."""
     where = where_text(machine)
     if machine.gpus and not has_kernels(machine):
-        where = f"the CPU (DEVICE=cpu): this PyTorch has no kernels for {machine.gpu_text}"
+        where = tr("the CPU (DEVICE=cpu): this PyTorch has no kernels for {gpu}").format(gpu=machine.gpu_text)
         machine = Machine(torch=machine.torch, compiler=machine.compiler, ninja=machine.ninja)
-    attention = attention_text(machine)
+    then = tr("; ")
+    attention = tr("attention: {backend}").format(backend=attention_text(machine))
     texts = {
         "stage_a_naive": where,
-        "stage_b_decode_step": f"{where}; {compile_text(machine)}",
-        "stage_c_fused_mlp": f"{where}; {extension_text(machine)}",
-        "stage_d_paged": f"{where}; attention: {attention}",
-        "stage_e_batching": f"{where}; attention: {attention}{sampling_text(machine)}",
-        "stage_f_graph_tp": f"{where}; attention: {attention}{sampling_text(machine)}; {graph_text(machine)}",
+        "stage_b_decode_step": f"{where}{then}{compile_text(machine)}",
+        "stage_c_fused_mlp": f"{where}{then}{extension_text(machine)}",
+        "stage_d_paged": f"{where}{then}{attention}",
+        "stage_e_batching": f"{where}{then}{attention}{sampling_text(machine)}",
+        "stage_f_graph_tp": f"{where}{then}{attention}{sampling_text(machine)}{then}{graph_text(machine)}",
     }
     if not machine.torch:
-        texts = dict.fromkeys(texts, "does not run: it needs PyTorch")
+        texts = dict.fromkeys(texts, tr("does not run: it needs PyTorch"))
     return [
-        (name, text if (ROOT / name / "__init__.py").is_file() else "not in this tree") for name, text in texts.items()
+        (name, text if (ROOT / name / "__init__.py").is_file() else tr("not in this tree"))
+        for name, text in texts.items()
     ]
 
 
 def where_text(machine: Machine) -> str:
     if not machine.gpus:
-        return "the CPU in float32"
+        return tr("the CPU in float32")
     if machine.can(BFLOAT16):
-        return f"{machine.gpus[0].name} in bfloat16"
-    return f"{machine.gpus[0].name}: give DTYPE=float16 (bfloat16, the default, is emulated on it, slowly)"
+        return tr("{gpu} in bfloat16").format(gpu=machine.gpus[0].name)
+    emulated = tr("{gpu}: give DTYPE=float16 (bfloat16, the default, is emulated on it, slowly)")
+    return emulated.format(gpu=machine.gpus[0].name)
 
 
 def has_kernels(machine: Machine) -> bool:
@@ -223,12 +232,12 @@ def has_kernels(machine: Machine) -> bool:
 
 def compile_text(machine: Machine) -> str:
     if machine.compiler is None:
-        return "--compile does not work (no C++ compiler)"
+        return tr("--compile does not work (no C++ compiler)")
     if machine.gpus and not machine.triton:
-        return "--compile does not work (no Triton)"
+        return tr("--compile does not work (no Triton)")
     if machine.gpus and not machine.can(TRITON):
-        return "--compile: not promised (Triton supports compute capability 8.0 and newer)"
-    return "--compile works"
+        return tr("--compile: not promised (Triton supports compute capability 8.0 and newer)")
+    return tr("--compile works")
 
 
 def missing_tool(machine: Machine) -> str:
@@ -241,42 +250,45 @@ def extension_text(machine: Machine) -> str:
     """Stage C's kernels. That they compile for 7.5, and the decode step for 9.0 alone, was tried with nvcc 13.0."""
     tool = missing_tool(machine)
     if tool and tool != "nvcc":
-        return f"does not build: it needs {tool}"
+        return tr("does not build: it needs {tool}").format(tool=tr(tool))
     if not machine.gpus:
-        return "the C++ extension's CPU version, built at first use"
+        return tr("the C++ extension's CPU version, built at first use")
     if tool:
-        return "runs with DEVICE=cpu alone: its CUDA kernels do not build (no nvcc)"
-    kernels = "C++ and CUDA kernels, built at first use"
-    return kernels if machine.can(BULK_COPY) else f"{kernels}, without `fused` (it needs compute capability 9.0)"
+        return tr("runs with DEVICE=cpu alone: its CUDA kernels do not build (no nvcc)")
+    if machine.can(BULK_COPY):
+        return tr("C++ and CUDA kernels, built at first use")
+    return tr("C++ and CUDA kernels, built at first use, without `fused` (it needs compute capability 9.0)")
 
 
 def attention_text(machine: Machine) -> str:
     """The attention backend that stage D's `auto` takes."""
     if machine.triton and machine.can(TRITON):
-        return "triton (our Triton kernels)"
+        return tr("triton (our Triton kernels)")
     if machine.flash_attn and machine.can(FLASH_ATTN):
-        return "flash (the flash-attn package)"
-    return "reference (plain PyTorch)"
+        return tr("flash (the flash-attn package)")
+    return tr("reference (plain PyTorch)")
 
 
 def sampling_text(machine: Machine) -> str:
     if not machine.gpus or (machine.triton and machine.can(TRITON)):
         return ""
-    return "; its sampling kernel is not promised to run (Triton supports 8.0 and newer): if it fails, DEVICE=cpu"
+    return tr("; its sampling kernel is not promised to run (Triton supports 8.0 and newer): if it fails, DEVICE=cpu")
 
 
 def graph_text(machine: Machine) -> str:
     if not machine.gpus:
-        return "no CUDA graphs (they need a GPU); tensor parallelism over CPU processes"
+        return tr("no CUDA graphs (they need a GPU); tensor parallelism over CPU processes")
     if not (machine.triton and machine.can(TRITON)):
-        advice = "give ARGS='--without fused_layers,skinny_gemm' (Triton's again)"
-        kernels = f"no CUDA graphs (the reference attention cannot be captured); {advice}"
+        kernels = tr("no CUDA graphs (the reference attention cannot be captured)")
+        kernels += tr("; ") + tr("give ARGS='--without fused_layers,skinny_gemm' (Triton's again)")
     elif not (tool := missing_tool(machine)) and machine.can(BULK_COPY) and not machine.can(SMALL_SHARED_MEMORY):
-        kernels = "CUDA graphs, fused kernels, the persistent megakernel for a few requests"
+        kernels = tr("CUDA graphs, fused kernels, the persistent megakernel for a few requests")
     else:
-        lacks = "227 KB of shared memory per block" if machine.can(BULK_COPY) else "compute capability 9.0"
-        kernels = f"CUDA graphs, fused kernels; not the persistent megakernel (it needs {tool or lacks})"
-    return f"{kernels}; tensor parallelism over up to {len(machine.gpus)} GPUs"
+        lacks = tr("227 KB of shared memory per block") if machine.can(BULK_COPY) else tr("compute capability 9.0")
+        kernels = tr("CUDA graphs, fused kernels; not the persistent megakernel (it needs {lacks})")
+        kernels = kernels.format(lacks=tr(tool) if tool else lacks)
+    ranks, count = "; tensor parallelism over up to {count} GPU", len(machine.gpus)
+    return kernels + counted(ranks, f"{ranks}s", count).format(count=count)
 
 
 def advice(machine: Machine) -> list[str]:
@@ -296,7 +308,7 @@ def advice(machine: Machine) -> list[str]:
         ),
         (
             lambda m: bool(m.gpus) and not m.nvcc,
-            f"the CUDA toolkit {machine.cuda} (nvcc) for stage C's and F's CUDA kernels",
+            "the CUDA toolkit {cuda} (nvcc) for stage C's and F's CUDA kernels",
         ),
         (lambda m: m.can(TRITON) and not m.triton, "Triton for the paged attention kernels: `pip install triton`"),
         (
@@ -304,7 +316,7 @@ def advice(machine: Machine) -> list[str]:
             "flash-attn, a second attention backend for GPUs: `pip install flash-attn --no-build-isolation`",
         ),
     ]
-    return [text for applies, text in rules if applies(machine)]
+    return [tr(text).format(cuda=machine.cuda) for applies, text in rules if applies(machine)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -313,12 +325,14 @@ def main(argv: list[str] | None = None) -> int:
     machine = look()
     missing = [name for name in NEEDED if not package_version(name)]
     if missing:
-        print(f"Missing: {', '.join(missing)}. Nothing runs with {sys.executable} before `make stage-a` installs them.")
-    for title, lines in (("This machine", machine_lines(machine)), ("What each stage will use", stage_lines(machine))):
-        print(f"{title}:")
-        print("\n".join(f"  {name:20} {text}" for name, text in lines))
-    print("To install for more:")
-    print("\n".join(f"  - {text}" for text in advice(machine)) or "  nothing", flush=True)
+        said = tr("Missing: {packages}. Nothing runs with {python} before `make stage-a` installs them.")
+        print(said.format(packages=", ".join(missing), python=sys.executable))
+    titles = tr("This machine:"), tr("What each stage will use:")
+    for title, lines in zip(titles, (machine_lines(machine), stage_lines(machine)), strict=True):
+        print(title)
+        print("\n".join(f"  {padded(name, 20)} {text}" for name, text in lines))
+    print(tr("To install for more:"))
+    print("\n".join(f"  - {text}" for text in advice(machine)) or "  " + tr("nothing"), flush=True)
     return 0
 
 

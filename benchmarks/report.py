@@ -106,9 +106,9 @@ def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
 
 
 def readmes(root: Path) -> list[Path]:
-    """Every README that may have markers."""
-    names = ("README.md", "README.zh-CN.md", "interview.md", "debugging.md")
-    front = [root / name for name in names if (root / name).is_file()]
+    """Every README that may have markers, in both languages."""
+    names = ("README", "interview", "debugging")
+    front = [file for name in names for end in (".md", ".zh-CN.md") if (file := root / f"{name}{end}").is_file()]
     rooms = ("benchmarks/**", "stage_*/**", "beyond/**", "labs", "slides")
     return front + sorted(file for room in rooms for file in root.glob(f"{room}/*.md"))
 

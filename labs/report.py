@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from labs.exercises import LABS, ROOT, Exercise
+from stage_a_naive.entrypoints.language import columns, counted, padded, tr
 
 WHOLE_POINTS = 10  # that the whole stage costs if it is not right although each exercise is
 HUNG_POINTS = 50  # that a lab has at most whose whole stage never ends
@@ -146,32 +148,32 @@ class Report:
         }
 
     def __str__(self) -> str:
-        width = max(len(mark.title) for mark in self.marks)
-        lines = [f"Lab {self.lab.upper()}: {self.title}", ""]
+        width = max(columns(tr(mark.title)) for mark in self.marks)
+        lines = [tr("Lab {letter}: {title}").format(letter=self.lab.upper(), title=tr(self.title)), ""]
         for mark in self.marks:
             points = f"{mark.points}/{mark.max_points}"
-            lines.append(f"  {mark.id:4} {mark.title:{width}}  {points:>6}  {mark.state}")
+            lines.append(
+                f"  {mark.id:4} {padded(tr(mark.title), width)}  {points:>6}  {tr(mark.state) if mark.state else ''}"
+            )
             if mark.state == "not started":
                 lines.append(f"       -> {mark.task}")
             elif mark.reason and mark.state != "passed":
                 lines.append(f"       -> {mark.reason}")
-        lines += ["", f"  {'':4} {'total':{width}}  {f'{self.points}/{self.max_points}':>6}"]
+        lines += ["", f"  {'':4} {padded(tr('total'), width)}  {f'{self.points}/{self.max_points}':>6}"]
         if self.whole:
-            costs = (
-                ""
-                if self.whole == "right"
-                else f" (it costs {round(sum(m.points for m in self.marks) - self.points, 1):g} points)"
-            )
-            lines.append(f"  the whole stage, all of it yours, on the tutor: {self.whole}{costs}")
-        lines += [f"  note: {note}" for note in self.notes]
+            lost = round(sum(mark.points for mark in self.marks) - self.points, 1)
+            costs = counted(" (it costs {lost:g} point)", " (it costs {lost:g} points)", math.ceil(lost))
+            whole = tr("right") if self.whole == "right" else self.whole + costs.format(lost=lost)
+            lines.append("  " + tr("the whole stage, all of it yours, on the tutor: {verdict}").format(verdict=whole))
+        lines += ["  " + tr("note: {note}").format(note=note) for note in self.notes]
         return "\n".join(lines)
 
 
 def mark_for(exercise: Exercise) -> Mark:
     """A mark without a verdict."""
-    task = f"write {exercise.name} in {exercise.copy_in(Path('labs/work'))}"
+    task = tr("write {name} in {file}").format(name=exercise.name, file=exercise.copy_in(Path("labs/work")))
     if exercise.slow:
-        task = "find and repair in labs/work/slow what makes it slow"
+        task = tr("find and repair in labs/work/slow what makes it slow")
     return Mark(exercise.id, exercise.title, exercise.points, task=task)
 
 

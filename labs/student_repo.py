@@ -27,16 +27,8 @@ from stage_a_naive.entrypoints.interrupts import run_command
 
 # Lab P is a slow copy of finished engines, so it is handed out as what `make lab-p` writes.
 LETTERS = [letter for letter in load_labs() if letter != "p"]
-LESSONS = [
-    "README.md",
-    "README.zh-CN.md",
-    "COURSE.md",
-    "GLOSSARY.md",
-    "bibliography.md",
-    "debugging.md",
-    "installing.md",
-    "LICENSE",
-]
+PAGES = ["README", "COURSE", "GLOSSARY", "bibliography", "debugging", "installing"]
+LESSONS = [f"{page}{end}" for page in PAGES for end in (".md", ".zh-CN.md")] + ["LICENSE"]
 TOPS = ["csrc", "labs", "benchmarks", "notebooks", "models", ".devcontainer", "Dockerfile", "Makefile", "doctor.py"]
 TOPS += ["CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *LESSONS]
 LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "results", "history", "local", "mutations.toml"}
@@ -107,7 +99,7 @@ def files_of(letter: str) -> list[Path]:
     found = [path.relative_to(ROOT) for top in tops for path in sorted([top, *top.rglob("*")]) if path.is_file()]
     kept = []
     for file in found:
-        of_lab = re.fullmatch(r"(?:test_)?(?:lab|break)_(\w)\.\w+", file.name)
+        of_lab = re.fullmatch(r"(?:test_)?(?:lab|break)_(\w)\.[\w.-]+", file.name)
         of_stage = next((part[6] for part in file.parts if re.fullmatch(r"stage_[a-f]", part)), "a")
         is_later = file.parts[0] == "notebooks" and file.suffix == ".ipynb" and f"stage_{file.stem}" not in packages
         is_later = is_later and "beyond" not in packages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stage_a_naive.entrypoints.cli import run
+from stage_a_naive.entrypoints.language import tr
 
 if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import Metrics
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 def idea(llm: LLM, metrics: Metrics) -> str:
     """Say how the cache grew."""
     last = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] - 1
-    return f"one prefill, then a token a step; the cache grew to {last} positions, copied anew for each of them"
+    grew = tr("one prefill, then a token a step; the cache grew to {last} positions, copied anew for each of them")
+    return grew.format(last=last)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 from transformers import PretrainedConfig
 
 from stage_a_naive.contract.outputs import Metrics, synchronized_time
+from stage_a_naive.entrypoints.language import tr
 
 BANDWIDTH_DAYS = 7  # a bandwidth that is older is measured again: machines, and what else they do, change
 
@@ -82,10 +83,12 @@ def against_floor(model: ModelBytes, device: torch.device, metrics: Metrics) -> 
     context = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] / 2  # on average
     num_bytes, bandwidth = model.step_bytes(context), copy_bandwidth(device)
     floor, achieved = num_bytes / bandwidth, num_bytes / metrics["tpot"]
-    return (
-        f"{num_bytes / 1e6:9.1f} MB read per token, {achieved / 1e9:.1f} of {bandwidth / 1e9:.1f} GB/s: "
-        f"{bandwidth / achieved:.1f} × the floor of {1e3 * floor:.3f} ms, reading alone"
+    line = tr(
+        "{read:9.1f} MB read per token, {reached:.1f} of {most:.1f} GB/s: "
+        "{ratio:.1f} × the floor of {floor:.3f} ms, reading alone"
     )
+    rates = {"reached": achieved / 1e9, "most": bandwidth / 1e9, "ratio": bandwidth / achieved}
+    return line.format(read=num_bytes / 1e6, floor=1e3 * floor, **rates)
 
 
 def measure_copy_bandwidth(device: torch.device, num_bytes: int = 2**27, repeats: int = 10) -> float:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 # Before torch is imported. One thread a process: the models are tiny, and threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["LANGUAGE"] = "en"  # tests read what commands say, whatever the locale
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator  # noqa: E402

@@ -33,4 +33,6 @@ def test_the_lesson_of_a_lab_says_how_many_hours_its_exercises_take(letter: str)
 def test_words_code_and_tables_are_counted_and_what_nobody_sees_is_not() -> None:
     words, code, table = "word " * 300, "```python\n" + "x = 1\n" * 30 + "```\n", "<!-- t -->\n| 1 | 2 |\n<!-- /t -->\n"
     assert reading.minutes(f"{words}\n{code}{table}<!-- not this -->") == 2 + 3 + 1
+    assert reading.minutes("读，" * 600 + "`读`" * 300) == 6, "a character alone is a word"
+    assert reading.minutes("键值缓存，" * 75) == 1
     assert reading.fill(f"9<!--minutes--> minutes\n{words}\n{code}", ROOT).startswith("5<!--minutes--> minutes")

@@ -18,6 +18,7 @@ from stage_a_naive.checkpoints.presets import PRESETS
 from stage_a_naive.checkpoints.tutor import is_known, nearest_questions, read_faq, read_open_ended, read_tool_calls
 from stage_a_naive.contract.errors import EngineBroken, one_line
 from stage_a_naive.entrypoints.interrupts import CANNOT_WRITE, cannot_write, drop_output, interrupts_end_the_process
+from stage_a_naive.entrypoints.language import padded, tr
 
 if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import GenerationOutput, Metrics
@@ -156,10 +157,12 @@ def _explain_unknown(question: str) -> None:
     entries = read_faq() + read_open_ended() + read_tool_calls()
     if is_known(question, entries):
         return
-    print("note: the tutor is a teaching prop that knows one FAQ by heart; this question is not in it", file=sys.stderr)
+    unknown = tr("note: the tutor is a teaching prop that knows one FAQ by heart; this question is not in it")
+    print(unknown, file=sys.stderr)
     nearest = nearest_questions(question, entries)
     if nearest:
-        print(f"note: nearest questions: {' | '.join(nearest)} (all: --list-questions)", file=sys.stderr)
+        found = tr("note: nearest questions: {questions} (all: --list-questions)").format(questions=" | ".join(nearest))
+        print(found, file=sys.stderr)
 
 
 def performance_summary(llm: Frontend, output: GenerationOutput, idea: Idea | None = None) -> str:
@@ -167,13 +170,21 @@ def performance_summary(llm: Frontend, output: GenerationOutput, idea: Idea | No
     m = output["metrics"]
     generated = m["num_generated_tokens"]
     prefill_rate = m["num_prompt_tokens"] / m["prefill_time"] if m["prefill_time"] else 0.0
+    tokens, dtype = tr("tokens"), str(llm.dtype).removeprefix("torch.")
+    total = tr("{rate:.1f} generated tokens/s, finished by {reason!r}")
     rows = [
-        ("model", f"{llm.source.name} on {llm.device} in {str(llm.dtype).removeprefix('torch.')}"),
-        ("build", f"{llm.build_time:9.3f} s"),
-        ("prefill", f"{m['prefill_time']:9.3f} s   {m['num_prompt_tokens']:5d} tokens   {prefill_rate:9.1f} tokens/s"),
-        ("decode", f"{m['decode_time']:9.3f} s   {generated:5d} tokens   {m['tpot'] * 1e3:9.2f} ms per token"),
-        ("memory", llm.memory_line(m)),
-        ("idea", idea and idea(llm, m)),
-        ("total", f"{m['tokens_per_sec']:.1f} generated tokens/s, finished by {output['finish_reason']!r}"),
+        (tr("model"), tr("{name} on {device} in {dtype}").format(name=llm.source.name, device=llm.device, dtype=dtype)),
+        (tr("build"), f"{llm.build_time:9.3f} s"),
+        (
+            tr("prefill"),
+            f"{m['prefill_time']:9.3f} s   {m['num_prompt_tokens']:5d} {tokens}   {prefill_rate:9.1f} {tokens}/s",
+        ),
+        (
+            tr("decode"),
+            f"{m['decode_time']:9.3f} s   {generated:5d} {tokens}   {m['tpot'] * 1e3:9.2f} {tr('ms per token')}",
+        ),
+        (tr("memory"), llm.memory_line(m)),
+        (tr("idea"), idea and idea(llm, m)),
+        (tr("total"), total.format(rate=m["tokens_per_sec"], reason=output["finish_reason"])),
     ]
-    return "\n".join(["", "[performance]"] + [f"{name:8s} {text}" for name, text in rows if text])
+    return "\n".join(["", tr("[performance]")] + [f"{padded(name, 8)} {text}" for name, text in rows if text])
