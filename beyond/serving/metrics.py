@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
+from typing import cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -123,12 +124,11 @@ def exposition(model_name: str, engine: Mapping[str, float], requests: RequestMe
     families = [*_engine_families(engine), *requests.registry.collect()]
     for family in families:
         label = {"model_name": model_name}
-        told = [
-            sample for sample in family.samples if not sample.name.endswith("_created")
-        ]  # a time; nobody asks for it
+        told = [sample for sample in family.samples if not sample.name.endswith("_created")]  # a time nobody asks for
         family.samples = [sample._replace(labels=label | sample.labels) for sample in told]
     families += [family for process in requests.processes for family in process.collect()]
-    return generate_latest(SimpleNamespace(collect=lambda: families)).decode()
+    made = cast("CollectorRegistry", SimpleNamespace(collect=lambda: families))  # all that it is asked for
+    return generate_latest(made).decode()
 
 
 def engine_numbers(calls: Calls) -> dict[str, float]:

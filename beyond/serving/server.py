@@ -74,7 +74,8 @@ class Server(uvicorn.Server):
         if counter % 10 == 0:
             before, now = self._silent, time.perf_counter()
             self._silent = {}
-            for connection in list(self.server_state.connections):
+            connections: list[Any] = list(self.server_state.connections)  # all are of uvicorn's HTTP/1 protocol
+            for connection in connections:
                 request = connection.cycle
                 if request is not None and not request.response_complete:
                     continue
