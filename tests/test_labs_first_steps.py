@@ -57,7 +57,7 @@ def test_a_copy_that_is_there_ends_the_command_with_2_and_how_to_begin_again(clo
     labs(clone, "starter", "a", "--force")
     said = labs(clone, "starter", "a", status=2)[1]
     assert (
-        "labs/work/variants/timed.py\nNothing was written. `make lab-a FORCE=1`" in said and "stage_a_naive, " in said
+        "labs/work/variants/floors.py\nNothing was written. `make lab-a FORCE=1`" in said and "stage_a_naive, " in said
     )
 
 

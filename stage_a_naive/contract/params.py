@@ -6,6 +6,7 @@ integer or float is as good as Python's own, a boolean is neither.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import operator
@@ -144,3 +145,22 @@ RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed,
     "logprobs": (as_integer, lambda v: 0 <= v < 2**31, f"None, or an integer from 0 to {2**31 - 1}"),
     "structured_outputs": (as_structured_outputs, lambda v: True, RULE),
 }
+
+
+def check_sampling_fn(sampling_fn: object) -> None:
+    """Raise `ValueError` for what cannot be called with logits and parameters, as samplers of one tensor cannot."""
+    if not callable(sampling_fn):
+        raise ValueError(f"sampling_fn must be None or a function fn(logits, params), got {shown(sampling_fn)}")
+    try:
+        parameters = list(inspect.signature(sampling_fn).parameters.values())
+    except ValueError:  # a function of C that does not say
+        return
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return
+    second = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:2]
+    # A second parameter that is a number by default, as in nucleus(logits, p=0.9), is none for a list of parameters.
+    if not second or as_number(second[0].default) is not None:
+        raise ValueError(
+            "sampling_fn is called as fn(logits, params), with one SamplingParams per row, and this one takes logits "
+            "alone; set llm.sampling_fn = lambda logits, params: your_function(logits)"
+        )

@@ -6,7 +6,6 @@ plain `Request`s to the stage's own `_generate`.
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
 import threading
@@ -22,8 +21,8 @@ from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
 from stage_a_naive.contract.errors import PromptTooLong, shown
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
-from stage_a_naive.contract.params import SamplingParams, as_integer, as_number
-from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
+from stage_a_naive.contract.params import SamplingParams, check_sampling_fn
+from stage_a_naive.contract.prompts import Prompt, Prompts, as_list, check_text, check_text_length, text_or_ids
 from stage_a_naive.contract.structured_outputs import GrammarError
 
 if TYPE_CHECKING:
@@ -248,39 +247,3 @@ class Frontend:
             f"structured_outputs of prompt {index}: this engine cannot constrain answers; use `from beyond import LLM` "
             "(beyond/structured/README.md)"
         )
-
-
-def check_sampling_fn(sampling_fn: object) -> None:
-    """Raise `ValueError` for what cannot be called with logits and parameters, as samplers of one tensor cannot."""
-    if not callable(sampling_fn):
-        raise ValueError(f"sampling_fn must be None or a function fn(logits, params), got {shown(sampling_fn)}")
-    try:
-        parameters = list(inspect.signature(sampling_fn).parameters.values())
-    except ValueError:  # a function of C that does not say
-        return
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return
-    second = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:2]
-    # A second parameter that is a number by default, as in nucleus(logits, p=0.9), is none for a list of parameters.
-    if not second or as_number(second[0].default) is not None:
-        raise ValueError(
-            "sampling_fn is called as fn(logits, params), with one SamplingParams per row, and this one takes logits "
-            "alone; set llm.sampling_fn = lambda logits, params: your_function(logits)"
-        )
-
-
-def as_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt or several -> a list of prompts.
-
-    Raises:
-        ValueError: it is neither, or a flat list of token ids, which could mean one prompt or many.
-    """
-    if isinstance(prompts, (str, bytes, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
-    listed: list[Any] = list(prompts)
-    first = listed[0] if listed else ""
-    if not isinstance(first, (str, list)) and getattr(first, "ndim", 0) == 0 and as_integer(first) is not None:
-        raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
-    return listed

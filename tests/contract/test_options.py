@@ -58,6 +58,7 @@ def test_sampling_parameters_have_vllms_names_and_these_defaults() -> None:
         "ignore_eos": False,
         "seed": None,
         "logprobs": None,
+        "structured_outputs": None,
     }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from contract.engines import GREEDY, PROMPTS, SEEDED, ask, finish, sampler
 from stage_a_naive import SamplingParams
-from stage_a_naive.entrypoints.frontend import check_sampling_fn
+from stage_a_naive.contract.params import check_sampling_fn
 
 SEVENTH = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, seed=7)
 
