@@ -20,23 +20,6 @@ Prompts = Prompt | Sequence[Prompt]
 _KEYS = {"prompt", "prompt_token_ids"}
 
 
-def as_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt or several -> a list of prompts.
-
-    Raises:
-        ValueError: it is neither, or a flat list of token ids, which could mean one prompt or many.
-    """
-    if isinstance(prompts, (str, bytes, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
-    listed: list[Any] = list(prompts)
-    first = listed[0] if listed else ""
-    if not isinstance(first, (str, list)) and getattr(first, "ndim", 0) == 0 and as_integer(first) is not None:
-        raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
-    return listed
-
-
 def text_or_ids(index: int, prompt: Any) -> str | list[int]:
     """Return the text or the token ids of prompt number `index`; `ValueError` names what is neither."""
     if isinstance(prompt, Mapping):

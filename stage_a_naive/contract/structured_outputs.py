@@ -12,6 +12,11 @@ RULE = (
     "{'json_object': True}"
 )
 
+NO_FORMS = (
+    "structured_outputs of prompt {}: this engine cannot constrain answers; use `from beyond import LLM` "
+    "(beyond/structured/README.md)"
+)
+
 
 class GrammarError(ValueError):
     """A form that an answer cannot have; the message says why and what to do."""

@@ -21,9 +21,9 @@ from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
 from stage_a_naive.contract.errors import PromptTooLong, shown
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
-from stage_a_naive.contract.params import SamplingParams, check_sampling_fn
-from stage_a_naive.contract.prompts import Prompt, Prompts, as_list, check_text, check_text_length, text_or_ids
-from stage_a_naive.contract.structured_outputs import GrammarError
+from stage_a_naive.contract.params import SamplingParams, as_integer, check_sampling_fn
+from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
+from stage_a_naive.contract.structured_outputs import NO_FORMS, GrammarError
 
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes
@@ -235,15 +235,23 @@ class Frontend:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         return Request(index, ids, params, seed, sampling_fn)
 
-    def _check_structured_outputs(
-        self, index: int, params: SamplingParams, sampling_fn: SamplingFunction | None
-    ) -> None:
-        """Check the form that a request wants its answer to have.
+    def _check_structured_outputs(self, index: int, params: SamplingParams, fn: SamplingFunction | None) -> None:
+        """Check the form that a request wants its answer to have; `GrammarError` where it cannot be had, as here."""
+        raise GrammarError(NO_FORMS.format(index))
 
-        Raises:
-            GrammarError: it cannot be had, as in all engines without constrained decoding.
-        """
-        raise GrammarError(
-            f"structured_outputs of prompt {index}: this engine cannot constrain answers; use `from beyond import LLM` "
-            "(beyond/structured/README.md)"
-        )
+
+def as_list(prompts: Prompts) -> list[Prompt]:
+    """One prompt or several -> a list of prompts.
+
+    Raises:
+        ValueError: it is neither, or a flat list of token ids, which could mean one prompt or many.
+    """
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is a string, a list of strings or of token-id lists, got {shown(prompts)}")
+    listed: list[Any] = list(prompts)
+    first = listed[0] if listed else ""
+    if not isinstance(first, (str, list)) and getattr(first, "ndim", 0) == 0 and as_integer(first) is not None:
+        raise ValueError("prompts is a flat list of token ids; wrap it in a list: [[1, 2, 3]]")
+    return listed
