@@ -46,7 +46,7 @@ def _time_to_first_token(llm: LLM, length: int) -> list[float]:
 
 
 def launch_costs() -> dict[str, float]:
-    """CPU time per launch, while the GPU keeps up; the kernels write one number."""
+    """Seconds per kernel, which writes one number: from Python the CPU's, in a graph the GPU's."""
     from benchmarks.micro._kernels import add_one_kernel  # Triton, which not every system has
 
     x = torch.zeros(1, device="cuda")
