@@ -7,9 +7,9 @@ newest key are the work of the kernel in front, so it waits before it reads them
 All other keys and values were written by earlier steps. A program that has a single tile loads them before it waits
 (`only_tile`). One with several tiles does not: a first tile outside the loop breaks the loop's pipeline of loads, which
 was measured to cost more. Nor may it where more keys than the newest are of this step: where drafts have rows of their
-own, or a prompt shares a block that another one fills now (`AttentionMetadata.one_new_key`). With
-Qwen3-0.6B (heads of 128) it cost 2 to 14 % of a step of 8 to 64 sequences; with more sequences, whose contexts have few splits, hardly any program has a
-single tile.
+own, or a prompt shares a block that another one fills now (`AttentionMetadata.one_new_key`). With Qwen3-0.6B (heads of
+128) it cost 2 to 14 % of a step of 8 to 64 sequences; with more sequences, whose contexts have few splits, hardly any
+program has a single tile.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
