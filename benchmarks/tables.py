@@ -59,6 +59,7 @@ BATCH = Column("batch: ms per step", "decode32", "step_ms")
 LOAD = Column("load: tokens/s", "mixed", "output_tokens_per_s")
 LOAD_SHARE = Column("of the floor's tokens/s", "mixed", "output_tokens_per_s", of_floor=True)
 PREFIX = Column("shared prefix: s", "prefix", "seconds")
+PREFIX_FIRST = Column("shared prefix: ms until half of the requests have their first token", "prefix", "ttft_p50_ms")
 # What a stage's lesson is about; at most five columns with the engine's.
 STAGE_COLUMNS = {
     "stage_a_naive": (STEP, FAR, LAUNCHES),
@@ -69,7 +70,7 @@ STAGE_COLUMNS = {
     "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
 }
 BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C", "E": "D", "F": "E"}
-STUDY_MARKERS = {"stage-b": "ablation", "ranks": "tp", "quantization": "quantized-engine"}
+STUDY_MARKERS = {"stage-b": "ablation", "stage-d": "sharing", "ranks": "tp", "quantization": "quantized-engine"}
 TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
 
 
@@ -172,18 +173,22 @@ def launch_cost(group: Group) -> list[str]:
 def study_table(group: Group) -> list[str]:
     """The rows of a study in its order, each figure with its factor against the first row."""
     first, *_ = group.engines
-    columns, body = [column for column in (STEP, BATCH, LOAD) if column.workload in group.workloads], []
+    known = (STEP, BATCH, LOAD, PREFIX_FIRST, PREFIX)
+    columns, body = [column for column in known if column.workload in group.workloads], []
     for engine in group.engines:
         cells, single = [engine], group.rows.get((engine, "single"), {})
         for c in columns:
             factor = c.gain(group, engine, first)
             cells.append(c.range(group, engine) + (f", {factor}" if factor != "–" else ""))
-        prefill = number(group.median(engine, "single", "prefill_ms"))
-        counts = single.get("launches")
-        counted = f"{counts['kernels']:.0f}, {counts['launches']:.0f}" if counts else "–"
-        body.append([*cells, f"{prefill} ({number(single.get('first_prefill_ms'))})", counted])
+        if "single" in group.workloads:
+            prefill = number(group.median(engine, "single", "prefill_ms"))
+            counts = single.get("launches")
+            cells.append(f"{prefill} ({number(single.get('first_prefill_ms'))})")
+            cells.append(f"{counts['kernels']:.0f}, {counts['launches']:.0f}" if counts else "–")
+        body.append(cells)
     heads = ["", *(f"{column.heading}, and × *{first}*" for column in columns)]
-    heads += ["prefill, ms (the process's first)", "kernels run, and launches by the CPU, per step"]
+    if "single" in group.workloads:
+        heads += ["prefill, ms (the process's first)", "kernels run, and launches by the CPU, per step"]
     return [*caption(group), *markdown(heads, body), *launch_cost(group), *notes(group, group.engines, columns), ""]
 
 

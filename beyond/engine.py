@@ -27,22 +27,25 @@ from beyond.quantization.parts import load_quantized_runtime
 from beyond.scale_out.micro_batches import MicroBatches
 from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from beyond.scale_out.stages import check_stages
-from beyond.speculation.ahead_drafts import DeviceDrafts
+from beyond.speculation.ahead_drafts import DeviceDrafts, guess_of_table
 from beyond.speculation.device_inputs import AheadBatch, TableTokens
+from beyond.speculation.draft_model import ModelDrafter
 from beyond.speculation.draft_runtime import find_draft, load_draft, make_drafter, make_pools
-from beyond.speculation.drafts import HostDrafts, SpeculationCounters
+from beyond.speculation.drafts import HostDrafts, SpeculationCounters, draft_of
 from beyond.speculation.host_inputs import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
 from beyond.structured.checks import check_structured_outputs
-from beyond.structured.constraints import Constraints, constrained_sampler
+from beyond.structured.constraints import Constraints, constrained_sampler, constraints_of
 from beyond.structured.grammars import Grammars, WhenCompiled
 from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
+from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks
 from stage_e_batching.engine import Engine
+from stage_e_batching.sampler import Sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import Counters
 from stage_f_graph_tp import llm as stage_f
@@ -95,12 +98,13 @@ class LLM(stage_f.LLM):
         options = self.options = options_of_checkpoint(self.source, self.options)
         length, guesses = options.num_speculative_tokens, options.speculation
         rows = replace(options, max_num_seqs=options.max_rows)  # a batch slot for every row of a step
-        self._drafter = NgramDrafter(length) if guesses == "ngram" else None
+        ngram = self._drafter = NgramDrafter(length) if guesses == "ngram" else None
         if options.num_ranks > 1:
             return self._build_on_ranks(rows, seed)
         runtime = load_quantized_runtime(self.source, rows, self.device, self.dtype, seed)
         drafting = self._load_draft(runtime, seed) if guesses == "model" else None
-        sampler = constrained_sampler(runtime, rows, self.source)  # before the pools, as in stage E
+        guess = partial(guess_of_table, ngram) if ngram is not None and options.guesses_ahead else draft_of
+        sampler = constrained_sampler(runtime, rows, self.source, guess)  # before the pools, as in stage E
         if options.uses_eight_bits and options.uses("megakernel") and self.device.type == "cuda":
             note = "persistent megakernel: not used (it reads 16-bit weights and a 16-bit KV cache)"
             runtime = replace(runtime, notes=(*runtime.notes, note))
@@ -115,7 +119,7 @@ class LLM(stage_f.LLM):
             return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, tokens, [graphs])
         if drafting is not None:
             kv_cache, drafting_cache = make_pools(runtime, drafting, rows)
-            self._drafter = make_drafter(drafting, drafting_cache, options)
+            self._drafter = self._make_drafter(drafting, drafting_cache, sampler)
         else:
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
         if guesses == "off":
@@ -133,12 +137,19 @@ class LLM(stage_f.LLM):
         runtime, runner = self._start_ranks(job, build_worker, InputBatch if rows.speculation == "off" else DraftBatch)
         if rows.speculation == "model":
             drafting = self._load_draft(runtime, seed)
-            self._drafter = make_drafter(drafting, drafting.make_pool(runner.kv_cache.num_blocks), self.options)
+            kv_cache = drafting.make_pool(runner.kv_cache.num_blocks)
+            self._drafter = self._make_drafter(drafting, kv_cache, runner.sampler)
         return runtime, runner
 
     def _load_draft(self, runtime: Runtime, seed: int) -> Runtime:
         source = find_draft(self.options.draft_model, self.source.name, runtime, len(self.tokenizer))
         return load_draft(source, self.options, runtime, self.dtype, seed)
+
+    def _make_drafter(self, drafting: Runtime, kv_cache: KVCache, sampler: Sampler) -> ModelDrafter:
+        """Make what guesses with a small model, whose tokens are constrained by the same grammars."""
+        slots, device = self.options.max_num_seqs, drafting.device
+        constraints = Constraints(constraints_of(sampler).grammars, slots, device, draft_of)
+        return make_drafter(drafting, kv_cache, self.options, constraints)
 
     def _engine(self) -> Engine:
         """The ring: its pace is that of stages, or one step ahead; its drafts wait for tokens, or do not."""
@@ -150,7 +161,8 @@ class LLM(stage_f.LLM):
             if options.guesses_ahead:
                 drafts = DeviceDrafts(self._drafter, rows, counters, options.num_speculative_tokens)
             else:
-                drafts = HostDrafts(self._drafter, rows, counters)
+                shorten = constraints_of(self.runner.sampler).shorten if options.speculation == "ngram" else None
+                drafts = HostDrafts(self._drafter, rows, counters, shorten)
         depth = 1 if options.overlaps else 0
         return Engine(
             scheduler, self.runner, depth=depth, pace=pace, drafts=drafts, counters=counters, trace=self.trace
@@ -169,9 +181,7 @@ class LLM(stage_f.LLM):
 
     @property
     def _grammars(self) -> Grammars:
-        constraints = self.runner.sampler.constraints
-        assert isinstance(constraints, Constraints)
-        return constraints.grammars
+        return constraints_of(self.runner.sampler).grammars
 
     def _check_structured_outputs(self, *given: Any) -> None:
         check_structured_outputs(self._grammars, *given)

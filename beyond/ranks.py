@@ -20,6 +20,7 @@ from beyond.options import Options
 from beyond.quantization.checkpoint import resolve_quantized
 from beyond.quantization.parts import choose_layers, load_quantized_runtime, make_formats
 from beyond.scale_out.pipeline_ranks import build_stage_rank
+from beyond.speculation.drafts import draft_of
 from beyond.structured.constraints import constrained_sampler
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import Sampler
@@ -68,7 +69,7 @@ class Job(ranks.Job):
 
     def make_sampler(self, runtime: Runtime, options: Options) -> Sampler:
         """Make the sampler, with the constraints that requests may ask for."""
-        return constrained_sampler(runtime, options, resolve_quantized(self.model))
+        return constrained_sampler(runtime, options, resolve_quantized(self.model), draft_of)
 
     def load(self, options: Options, device: torch.device, group: RankGroup) -> Runtime:
         """Load one rank's share of the model."""

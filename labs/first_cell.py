@@ -36,7 +36,14 @@ from labs.first_cell import prepare
 prepare("{{folder}}")'''
 ADDRESS = re.compile(r'^REPOSITORY = "(.*)"', re.MULTILINE)
 BEGINS = FIRST_CELL.partition("\n")[0]
-NEEDED = ("matplotlib", "pytest", "torch", "uvicorn", "xxhash")  # one or more of each part that the notebooks use
+NEEDED = (
+    "llguidance",
+    "matplotlib",
+    "pytest",
+    "torch",
+    "uvicorn",
+    "xxhash",
+)  # one or more of each part that the notebooks use
 COLAB = "https://colab.research.google.com/github/"  # by itself a dialog that asks for a repository
 BADGE = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({COLAB})"
 TO_COLAB = re.compile(rf"(\]\(([^()\s]+\.ipynb)\)) \(\[Colab\]\({re.escape(COLAB)}[^)]*\)\)")

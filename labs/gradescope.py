@@ -40,8 +40,7 @@ python3 -m pip install uv
 export UV_PYTHON_INSTALL_DIR=/opt/python
 uv venv --python 3.12 /opt/venv
 cd /autograder/source/course
-uv pip install --python /opt/venv/bin/python --torch-backend cpu -c constraints.txt -r pyproject.toml pytest \\
-  "starlette>=0.46" "uvicorn>=0.36" "httptools>=0.6"
+uv pip install --python /opt/venv/bin/python --torch-backend cpu -c constraints.txt -r pyproject.toml --extra labs
 cp -r /autograder/source/course /opt/course
 chmod -R a+rX /opt/course /opt/venv /opt/python
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from labs.exercises import WORK, all_exercises, load_labs
 from stage_a_naive.entrypoints.interrupts import run_command
+from stage_a_naive.entrypoints.language import tr
 
 FILE = "hints.json"  # how many were given, by exercise
 
@@ -39,11 +40,12 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     [exercise] = [e for e in all_exercises() if e.id == argv[0].upper()]
-    print(f"{exercise.id} {exercise.title}")
+    print(f"{exercise.id} {tr(exercise.title)}")
     for number, hint in enumerate(hints, 1):
-        print(f"  {number}. {hint}")
+        print(f"  {number}. {tr(hint)}")
     left = len(exercise.hints) - len(hints)
-    print(f"  ({left} more: `make hint {exercise.id}` again)" if left else "  (that was the last one)")
+    again = tr("({left} more: `make hint {id}` again)").format(left=left, id=exercise.id)
+    print(f"  {again if left else tr('(that was the last one)')}")
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from labs.exercises import WORK, load_labs
 from labs.report import Report
 from stage_a_naive.entrypoints.interrupts import run_command
+from stage_a_naive.entrypoints.language import tr
 
 FILE = "progress.json"
 BAR = 20  # characters
@@ -36,13 +37,14 @@ def table(work: Path) -> str:
         done = [exercise for exercise in lab.exercises if states.get(exercise.id) == "passed"]
         points = sum(exercise.points for exercise in done)
         bar = "█" * round(BAR * points / lab.points)
-        lines.append(f"  {lab.letter.upper()}  {bar:·<{BAR}} {points:3}/{lab.points}  {lab.title}")
+        lines.append(f"  {lab.letter.upper()}  {bar:·<{BAR}} {points:3}/{lab.points}  {tr(lab.title)}")
     missing = [e for lab in load_labs().values() for e in lab.exercises if states.get(e.id) != "passed"]
     started = [e for e in missing if e.copy_in(work).exists()]
     if missing:
         upcoming = (started or missing)[0]
-        where = f"{upcoming.minutes} minutes, labs/lab_{upcoming.lab}.md"
-        lines.append(f"\n  next: {upcoming.id} {upcoming.title} ({where})")
+        line = tr("next: {id} {title} ({minutes} minutes, labs/lab_{lab}.md)")
+        line = line.format(id=upcoming.id, title=tr(upcoming.title), minutes=upcoming.minutes, lab=upcoming.lab)
+        lines.append(f"\n  {line}")
     return "\n".join(lines)
 
 

@@ -29,6 +29,7 @@ RUNS = {  # how to run a lab that is no stage
     "h": "serve LAB=h ENGINE=beyond.quantization:LLM",
     "i": "serve LAB=i ENGINE=beyond.speculation:LLM ARGS='--speculation ngram'",
     "j": "serve LAB=j ENGINE=beyond.scale_out:LLM ARGS='--pipeline-parallel-size 2'",
+    "k": "serve LAB=k ENGINE=beyond.structured:LLM",
     "p": "stage-f LAB=p",
 }
 

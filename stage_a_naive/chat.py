@@ -23,8 +23,8 @@ from stage_a_naive.contract.errors import one_line, shown
 Message = Mapping[str, Any]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
 
 
-# What transformers' own function takes, a template of the caller's among it.
-APPLY = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+# What transformers' own function takes, a template of the caller's among it. Tools it hands on to the template.
+APPLY = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"tools"}
 
 
 def render_chats(

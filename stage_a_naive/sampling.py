@@ -5,10 +5,11 @@ the highest one. With a *temperature*, the logits become probabilities, `softmax
 sampled from them, by the Gumbel-max trick: if `g` is independent Gumbel(0, 1) noise, then `argmax(logits + g)` is
 distributed as `softmax(logits)` (Gumbel 1954; Maddison et al., "A* Sampling", 2014).
 
-What else a request may ask for is in files of its own: penalties (`penalties.py`), top-k, top-p and min-p
-(`filters.py`), a seed (`noise.py`). The order is that of Hugging Face's generation pipeline:
+What else a request may ask for is in files of its own: a bias for tokens (`logit_bias.py`), penalties
+(`penalties.py`), top-k, top-p and min-p (`filters.py`), a seed (`noise.py`). The order is that of Hugging Face's
+generation pipeline:
 
-    penalties -> temperature -> top-k -> top-p -> min-p -> sample
+    bias -> penalties -> temperature -> top-k -> top-p -> min-p -> sample
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.filters import filter_logits
+from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.noise import gumbel_noise
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.penalties import apply_penalties
@@ -46,6 +48,8 @@ def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequ
     """
     requests = [completion.request for completion in completions]
     params = [request.params for request in requests]
+    if any(p.logit_bias for p in params):
+        logits = add_logit_bias(logits, params)
     if any(p.needs_penalties for p in params):
         prompts = [request.prompt_token_ids for request in requests]
         logits = apply_penalties(logits, params, prompts, [completion.token_ids for completion in completions])

@@ -6,6 +6,7 @@ from argparse import BooleanOptionalAction, _ArgumentGroup
 from typing import TYPE_CHECKING
 
 from stage_a_naive.entrypoints.cli import run
+from stage_a_naive.entrypoints.language import tr
 
 if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import Metrics
@@ -33,9 +34,9 @@ def add_options(group: _ArgumentGroup) -> None:
 
 def idea(llm: LLM, metrics: Metrics) -> str:
     """Say what has the same shape in every step."""
-    cache = "a cache allocated once" if llm.static_cache else "a cache that grows (--no-static-cache)"
-    compiled = "compiled" if llm.compile else "--compile makes it one program"
-    return f"every step has the same shapes: {cache}; {compiled}"
+    cache = tr("a cache allocated once") if llm.static_cache else tr("a cache that grows (--no-static-cache)")
+    compiled = tr("compiled") if llm.compile else tr("--compile makes it one program")
+    return tr("every step has the same shapes: {cache}; {compiled}").format(cache=cache, compiled=compiled)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from argparse import _ArgumentGroup
 from typing import TYPE_CHECKING
 
 from stage_a_naive.entrypoints.cli import run
+from stage_a_naive.entrypoints.language import tr
 from stage_b_decode_step.__main__ import add_options as add_stage_b_options
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def idea(llm: LLM, metrics: Metrics) -> str:
     from stage_a_naive.contract.params import SamplingParams
     from stage_c_fused_mlp.patch import restore_mlp
 
-    layers, seconds = llm.patch_report.layers, llm.extension_time
-    report = f"{layers} MLP blocks run as one operator ({llm.mlp_kernel}, built in {seconds:.1f} s)"
+    report = tr("{layers} MLP blocks run as one operator ({kernel}, built in {seconds:.1f} s)")
+    report = report.format(layers=llm.patch_report.layers, kernel=llm.mlp_kernel, seconds=llm.extension_time)
     if llm.compile:  # another model is another program
         return report
     params = SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
@@ -37,7 +38,8 @@ def idea(llm: LLM, metrics: Metrics) -> str:
 
     ours = step()
     restore_mlp(llm.model)
-    return f"{report}; a step: {ours:.2f} ms, with PyTorch's kernels {step():.2f} ms"
+    compared = tr("{report}; a step: {ours:.2f} ms, with PyTorch's kernels {theirs:.2f} ms")
+    return compared.format(report=report, ours=ours, theirs=step())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stage_a_naive.entrypoints.cli import run
+from stage_a_naive.entrypoints.language import tr
 from stage_d_paged.options import add_options
 
 if TYPE_CHECKING:
@@ -16,9 +17,8 @@ def idea(llm: LLM, metrics: Metrics) -> str:
     """Say how many blocks the answer needed."""
     last = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] - 1
     size, pool = llm.block_manager.block_size, llm.block_manager.num_blocks
-    return (
-        f"{last} positions in {-(-last // size)} of {pool} blocks of {size}, and nothing reserved for what never comes"
-    )
+    used = tr("{last} positions in {used} of {pool} blocks of {size}, and nothing reserved for what never comes")
+    return used.format(last=last, used=-(-last // size), pool=pool, size=size)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stage_a_naive.entrypoints.cli import run
+from stage_a_naive.entrypoints.language import tr
 from stage_e_batching.options import add_options
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 
 def idea(llm: LLM, metrics: Metrics) -> str:
     """Say how many steps there were, all of which others could have joined."""
-    steps = llm.engine.counters.num_steps
-    return f"{steps} steps, each decided anew: whoever had asked meanwhile would have joined the next one"
+    decided = tr("{steps} steps, each decided anew: whoever had asked meanwhile would have joined the next one")
+    return decided.format(steps=llm.engine.counters.num_steps)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stage_a_naive.entrypoints.cli import run
+from stage_a_naive.entrypoints.language import tr
 from stage_f_graph_tp.options import add_options
 
 if TYPE_CHECKING:
@@ -16,13 +17,16 @@ DESCRIPTION = "Stage F: CUDA graphs, overlapped scheduling, fused kernels, tenso
 
 def idea(llm: LLM, metrics: Metrics) -> str:
     """Say who launched what."""
-    steps = llm.engine.counters.num_steps
-    ahead = "each launched before the host had the token of the last"
-    overlap = ahead if llm.options.uses("overlap") else "each launched when the host had the token of the last"
-    graphs = (
-        "recorded as CUDA graphs or one launch" if llm.device.type == "cuda" else "run as they are: no GPU, no graphs"
+    recorded, eager = tr("recorded as CUDA graphs or one launch"), tr("run as they are: no GPU, no graphs")
+    ahead, waiting = (
+        tr("each launched before the host had the token of the last"),
+        tr("each launched when the host had the token of the last"),
     )
-    return f"{steps} steps, {graphs}; {overlap}"
+    return tr("{steps} steps, {graphs}; {overlap}").format(
+        steps=llm.engine.counters.num_steps,
+        graphs=recorded if llm.device.type == "cuda" else eager,
+        overlap=ahead if llm.options.uses("overlap") else waiting,
+    )
 
 
 if __name__ == "__main__":

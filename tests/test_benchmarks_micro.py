@@ -289,3 +289,13 @@ def test_a_script_calls_the_share_right_that_it_was_given(kind, rate, drafted, m
     llm.script(None)
     llm.generate([[1, 2, 3]], params, False)
     assert llm.engine.counters.num_draft_tokens == counters.num_draft_tokens, "switched off it guesses nothing"
+
+
+def test_a_constrained_step_is_measured_beside_a_free_one(tmp_path, capsys):
+    pytest.importorskip("llguidance")
+    options = ["models=random:qwen2-tiny", "requests=1,3", "tokens=24", "repeats=1", "device=cpu"]
+    assert main(["constrained", *options, "--output", str(tmp_path / "constrained.json")]) == 0
+    rows = json.loads((tmp_path / "constrained.json").read_text())["rows"]
+    assert [row["requests"] for row in rows] == [1, 3]
+    assert all(0 < row["host"][0] < row["form"][0] <= row["form_99"][0] for row in rows)
+    assert sum(line.startswith("| random:qwen2-tiny, ") for line in capsys.readouterr().out.splitlines()) == 2

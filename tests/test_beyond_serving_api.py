@@ -234,6 +234,15 @@ def test_the_answers_to_one_prompt_share_its_blocks(client, llm):
     assert cached == [0, 3 * block]  # a prompt counts once, as does what was found of it
 
 
+def test_a_bias_asks_for_a_token_or_keeps_it_out(client, llm):
+    [first, *_] = llm.generate([QUESTION], GREEDY_PARAMS, False)[0]["token_ids"]
+    text = llm.tokenizer.decode([first])
+    [without] = choices(client, prompt=QUESTION, **GREEDY, logit_bias={str(first): -100})
+    assert text not in without["text"]
+    [chat] = choices(client, messages=CHAT, **GREEDY, logit_bias={str(first): 100})
+    assert chat["message"]["content"] == text * 12
+
+
 @pytest.mark.parametrize("extra", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}], ids=lambda extra: next(iter(extra)))
 def test_the_engines_own_filters_are_understood(client, extra):
     [sampled] = choices(client, prompt=QUESTION, temperature=1, max_tokens=12, seed=1, **extra)
@@ -414,7 +423,7 @@ def test_the_servers_defaults_are_used_and_shown(llm):
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 WRONG = {  # fields of a completion, with values that are not supported or out of range
-    "logit_bias": [{"50256": -100}],
+    "logit_bias": [{"4096": -100}, {"7": -101}, {"x": 1}, {"7": "1"}, [[7, 1]], {str(i): 1 for i in range(1025)}],
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, "json"],
     "structured_outputs": [{}, {"json": 1}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"json_object": False}],

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from fake_model import make_calls
+from fake_model import completion_of, make_calls
 from serving import CHAT, QUESTION, assert_idle, engine, get, httpx, running, until
 
 import stage_e_batching
 from benchmarks.pictures.served import CHROMIUM
 from beyond.serving import step_log
 from beyond.serving.live_view import PAGE, PICTURE_SECONDS, LiveView, PictureStream
+from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching.step import BatchSequence, ScheduledStep
 
 PROMPT = list(range(20, 60))  # two full blocks of 16 tokens, and a half
 
@@ -104,18 +107,29 @@ def test_a_class_stops_the_engine_and_walks_through_it_step_by_step(server, llm,
         page.click("#step")
         wait(page, "#num-steps", f"of {before + i + 1} steps")
     assert llm.engine.counters.num_steps == before + 4
-    assert page.locator("#running .running").count() == 4  # as many as there are batch slots
+    assert page.locator("#running .lane").count() == 4  # as many as there are batch slots
     assert page.locator("#waiting .chip").count() == 2
+    assert page.inner_text("#why").endswith("waits: all 4 batch slots are taken")
     drawn = {kind: page.locator(f"#pool .block.{kind}").count() for kind in ("owned", "shared")}
     used = llm.calls.stats()["num_used_blocks"]
     assert drawn["shared"] > 0 and drawn["owned"] + drawn["shared"] == used
     assert [number(page, f"#{kind}") for kind in drawn] == list(drawn.values())
-    colours = page.evaluate("[...document.querySelectorAll('#pool .owned')].map((box) => box.style.backgroundColor)")
+    colours = page.evaluate("[...document.querySelectorAll('#pool .owned')].map((box) => box.style.background)")
     chips = page.evaluate("[...document.querySelectorAll('#running .chip')].map((box) => box.style.background)")
-    assert colours and set(colours) <= set(chips)
+    assert colours and all(any(chip in colour for chip in chips) for colour in colours)
+
+    page.click("#running .lane")
+    first = llm.engine.scheduler.unfinished[0]
+    wait(page, "#chosen", f"request {first.request_id}:")
+    page.locator("#table div").nth(len(first.block_table) - 1).wait_for()
+    said = page.locator("#table div").all_inner_texts()
+    assert [text.split(" ×")[0] for text in said] == [f"{i} → {block}" for i, block in enumerate(first.block_table)]
+    assert said[0].endswith("×4") and page.locator("#pool .mine").count() == len(first.block_table)
+    page.keyboard.press("ArrowDown")
+    wait(page, "#chosen", f"request {llm.engine.scheduler.unfinished[1].request_id}:")
 
     page.click("#abort")  # the connection ends, and the requests with it: also while the engine is paused
-    for gone in ("#running .running", "#waiting .chip"):
+    for gone in ("#running .lane", "#waiting .chip"):
         page.locator(gone).first.wait_for(state="detached")
     assert number(page, "#owned") == number(page, "#shared") == 0 and number(page, "#cached") > 0
     page.click("#pause")
@@ -138,7 +152,8 @@ def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, l
         first, *others = picture["running"]
         assert (first["prompt"], first["computed"], first["generated"], first["cached"]) == (40, 40, 1, 0)
         assert {other["cached"] for other in others} == {32}
-        shared, own = [first["id"], len(picture["running"])], [first["id"], 1]
+        slots = [request["slot"] for request in picture["running"]]
+        shared, own = [len(slots), *slots], [1, first["slot"]]
         assert picture["blocks"].count(shared) == 2 and picture["blocks"].count(own) == 1
         step = picture["steps"][-1]
         assert (step["prefill"], step["decode"]) == (40 + 8 * len(others), 0)
@@ -151,7 +166,7 @@ def test_a_picture_tells_what_waits_what_runs_and_whose_the_blocks_are(server, l
 
 def view_of(call: Callable[[object], Future]) -> tuple[SimpleNamespace, LiveView]:
     """An engine's loop whose engine is asked by `call`, and its view."""
-    loop = SimpleNamespace(paused=False, closed=False, call=call)
+    loop = SimpleNamespace(paused=False, closed=False, failure=None, call=call)
     llm = SimpleNamespace(engine_loop=loop, engine_name="stage_e_batching")
     return loop, LiveView(SimpleNamespace(model="tutor", llm=llm))
 
@@ -206,6 +221,262 @@ def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leav
     asyncio.run(play())
 
 
+def request(i: int, **values: object) -> dict:
+    """One request of a picture."""
+    found = {
+        "id": i,
+        "slot": i,
+        "state": "decoding",
+        "prompt": 90,
+        "cached": 32,
+        "computed": 100,
+        "lost": 0,
+        "generated": 10,
+    }
+    found |= {"accepted": 0, "most": 400, "blocks": 7, "preemptions": 0, "constrained": False}
+    return found | values
+
+
+def busy(calls, num_running: int) -> dict:
+    """A picture of an engine with this many running requests, and 64 that wait."""
+    blocks = [[9, 0, 1, 2, 3]] + [[1, i] for i in range(num_running)] + [0, 1] * 200
+    preempted = request(600, slot=-1, lost=45, preemptions=1)
+    step = {"prefill": 20, "decode": 6, "guesses": 3, "accepted": 2, "recomputed": 5, "preempted": 1, "ms": 1.5}
+    changes = {
+        "model": "tutor", "engine": "stage_e_batching", "paused": False, "failure": "",
+        "running": [request(i, constrained=i == 1, accepted=3 * (i == 2)) for i in range(num_running)],
+        "waiting": [preempted] + [request(601 + i, slot=-1) for i in range(63)], "num_waiting": 340, "blocks": blocks,
+        "why": {"id": 600, "reason": "blocks", "needs": 4, "held": 0, "kept": 0}, "num_free_blocks": 3,
+        "preempted": [{"id": 600, "step": 7, "blocks": 3, "tokens": 45}], "num_preemptions": 1,
+        "steps": [step | {"number": i} for i in range(120)],
+        "ticks": [[i - 119, 30, 5] for i in range(120)],
+    }  # fmt: skip
+    return step_log.describe(calls) | changes
+
+
+DRAW = "async (picture) => (await import('/page/engine.js')).draw(picture)"
+CONTRAST = """() => {
+  const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  const luminance = (colour) => {
+    const [r, g, b] = colour.match(/[0-9.]+/g).map((value) => linear(value / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (element) => {
+    const colour = getComputedStyle(element).backgroundColor;
+    return colour.startsWith("rgba(") ? ground(element.parentElement) : colour;
+  };
+  return [...document.querySelectorAll(".chip, small, .legend, h2, button:enabled, #gone, dd, th")].map((element) => {
+    const [low, high] = [getComputedStyle(element).color, ground(element)].map(luminance).sort((a, b) => a - b);
+    return [(high + 0.05) / (low + 0.05), element.textContent];
+  });
+}"""
+
+
+@pytest.fixture
+def calls():
+    return make_calls(num_blocks=96, block_size=16, max_num_seqs=512, max_num_batched_tokens=1024)
+
+
+def test_the_page_is_as_high_with_500_requests_as_with_none(server, page, calls):
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    heights = [page.evaluate("document.querySelector('.engine').scrollHeight")]
+    for number_running in (5, 30, 500):
+        page.evaluate(DRAW, busy(calls, number_running))
+        assert page.locator("#running .lane").count() == number_running
+        heights.append(page.evaluate("document.querySelector('.engine').scrollHeight"))
+        lanes = page.evaluate(
+            "[...document.querySelectorAll('.lane')].map((lane) => lane.getBoundingClientRect().bottom)"
+        )
+        assert max(lanes) <= page.evaluate("document.querySelector('#lanes').getBoundingClientRect().bottom") + 1
+    assert len(set(heights)) == 1
+
+
+def test_it_says_why_a_request_waits_what_a_preempted_one_lost_and_marks_drafts_and_forms(server, page, calls):
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.evaluate(DRAW, busy(calls, 5))
+    assert page.inner_text("#why") == "request 600 waits: needs 4 blocks, 3 are free"
+    assert page.inner_text("#waiting .lost") == "600 lost 45 tokens"
+    assert (
+        page.inner_text("#preempted") == "preemptions: 1, the last in step 7: request 600 lost 3 blocks with 45 tokens"
+    )
+    assert page.inner_text("#last-step").endswith("5 computed again, 2 of 3 drafts accepted, 1 preempted")
+    assert page.inner_text("#running .constrained small").endswith("{}")
+    assert page.locator("#running .lane").nth(2).inner_text().endswith("✓3")
+    assert page.inner_text("#budget") == "↑ budget 1,024"  # a line that is far above all columns
+    assert page.inner_text("#num-steps").endswith("highest: 26")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_have_enough_contrast_in_light_and_dark(server, page, calls, scheme):
+    page.emulate_media(color_scheme=scheme)
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.evaluate(DRAW, busy(calls, 12) | {"failure": "no memory"})
+    contrasts = page.evaluate(CONTRAST)
+    assert len(contrasts) > 60 and [text for ratio, text in contrasts if ratio < 4.5] == []
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(server, page, calls):
+    page.set_viewport_size({"width": 375, "height": 720})
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.evaluate(DRAW, busy(calls, 500))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+
+
+def test_keys_pause_and_step_and_text_is_typed_as_ever(server, llm, page):
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.focus("#question")
+    page.keyboard.type("ps")
+    assert page.input_value("#question").endswith("ps") or page.input_value("#question").startswith("ps")
+    page.keyboard.press("Escape")
+    page.keyboard.press("p")
+    wait(page, "#status", "paused")
+    page.fill("#most-tokens", "2")
+    page.click("#send")
+    page.locator("#waiting .chip").wait_for()
+    before = llm.engine.counters.num_steps
+    page.keyboard.press("s")
+    wait(page, "#num-steps", f"of {before + 1} steps")
+    page.keyboard.press("p")
+    wait(page, "#status", "idle")
+
+
+def test_an_idle_page_offers_examples_that_run(server, page):
+    page.goto(server.url)
+    wait(page, "#idle", "Nothing runs")
+    page.click("text=Nine answers, step by step")
+    page.locator("#waiting .chip").nth(8).wait_for()
+    assert page.inner_text("#status") == "paused" and not page.is_visible("#idle")
+    page.click("#abort")
+    wait(page, "#idle", "Nothing runs")
+
+
+def test_a_browser_that_asks_for_chinese_gets_it_whole(server, page, calls):
+    with page.context.browser.new_context(locale="zh-CN") as context:
+        chinese = context.new_page()
+        chinese.goto(server.url)
+        wait(chinese, "#status", "空闲")
+        chinese.evaluate(DRAW, busy(calls, 5) | {"failure": "no memory"})
+        assert chinese.inner_text("#why") == "请求 600 在等：需要 4 块，空闲 3 块"
+        texts = chinese.evaluate("document.body.innerText")
+        left = set(re.findall(r"[A-Za-z][a-z]{3,}", texts)) - {
+            "tutor",
+            "stage",
+            "batching",
+            "token",
+            "cache",
+            "memory",
+            "prefill",
+            "decode",
+            "make",
+            "serve",
+        }
+        assert left == set()
+
+
+def test_the_page_says_in_red_that_the_engine_is_gone_and_why(server, page, calls):
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    assert not page.is_visible("#gone")
+    page.evaluate(DRAW, busy(calls, 5) | {"failure": "no memory"})
+    assert page.inner_text("#gone").startswith("The last step failed: no memory.")
+    end = 'data: {"failure": "the engine\'s process died (SIGKILL)"}\n\n'
+    page.route("**/live/events", lambda route: route.fulfill(body=end, content_type="text/event-stream"))
+    page.reload()
+    wait(page, "#status", "gone")
+    assert page.inner_text("#gone").startswith("The engine is gone: the engine's process died (SIGKILL).")
+    page.unroute("**/live/events")
+    wait(page, "#status", "idle")  # it connects by itself
+    assert not page.is_visible("#gone")
+
+
+def waiting_picture(
+    num_blocks: int, max_num_seqs: int, prompts: list[list[int]], num_steps: int, budget: int = 64, max_tokens: int = 12
+) -> dict:
+    """What a picture says when some prompts have come and some steps have run."""
+    calls = make_calls(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    step_log.watch(calls)
+    mailbox = calls.new_mailbox()
+    for prompt in prompts:
+        calls.add_request(Request(0, prompt, SamplingParams(ignore_eos=True, max_tokens=max_tokens), 0), mailbox)
+    for _ in range(num_steps):
+        calls.advance(mailbox)
+        mailbox.take()
+    return step_log.describe(calls)
+
+
+A, B = list(range(1, 14)), list(range(21, 34))  # thirteen tokens: four blocks
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((16, 1, [A, B], 1), {"id": 1, "reason": "slots", "needs": 4}),
+        ((9, 4, [A, B], 1), {"id": 1, "reason": "blocks", "needs": 4, "held": 0}),
+        ((9, 4, [A, A[:9] + B], 1), {"id": 1, "reason": "blocks", "needs": 4, "held": 2}),
+        ((32, 4, [A, B], 1, 8), {"id": 1, "reason": "tokens"}),
+        ((32, 4, [A], 0), {"id": 0, "reason": "step", "kept": 0}),
+        ((32, 4, [A], 1), None),
+    ],
+)
+def test_a_picture_says_what_the_first_request_that_waits_lacks(given, expected):
+    picture = waiting_picture(*given)
+    assert picture["why"] == expected if expected is None else expected.items() <= picture["why"].items()
+
+
+def test_a_picture_tells_what_a_preempted_request_lost():
+    picture = waiting_picture(24, 4, [A, B], 37, max_tokens=60)
+    [lost], [first] = picture["preempted"], picture["waiting"]
+    assert lost["id"] == first["id"] == 1 and lost["blocks"] == 12
+    assert first["lost"] == lost["tokens"] == 48
+    assert sum(tokens for _, tokens, _ in picture["ticks"]) == sum(
+        request["generated"] for request in picture["running"] + picture["waiting"]
+    )
+
+
+def test_what_crosses_to_the_server_s_process_is_small_and_has_no_engine_in_it():
+    calls = make_calls(num_blocks=96, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
+    assert step_log.watch(calls) is None
+    assert len(pickle.dumps(step_log.describe(calls))) < 4096
+
+
+def test_accepted_drafts_are_counted_per_step_and_per_request():
+    first, second = [BatchSequence(completion_of(PROMPT), request_id=i) for i in range(2)]
+    counters = SimpleNamespace(num_generated_tokens=4, num_accepted_tokens=2)
+    log = step_log.StepLog(SimpleNamespace(counters=counters, scheduler=SimpleNamespace(waiting=[])))
+    step = ScheduledStep(
+        7, 0.0, [first] * 4 + [second], [0] * 5, [1] * 5, [True, True, True, False, True], num_decodes=5
+    )
+    log(step, [], 1.0)
+    assert (log.steps[-1]["guesses"], log.steps[-1]["accepted"], log.accepted) == (3, 2, {0: 2})
+    assert list(log.ticks) == [[int(1.0 / step_log.TICK_SECONDS), 4, 0]]
+
+
+def test_the_last_event_says_what_ended_the_engine():
+    sent = []
+
+    async def send(message: dict) -> None:
+        if body := message.get("body"):
+            sent.append(json.loads(body.removeprefix(b"data: ")))
+
+    async def play() -> None:
+        loop, view = view_of(lambda _: Future())
+        loop.closed, loop.failure = True, RuntimeError("the engine's process died (SIGKILL)")
+        await PictureStream(view)({}, asyncio.Event().wait, send)
+
+    asyncio.run(play())
+    assert sent == [{"failure": "the engine's process died (SIGKILL)"}]
+
+
+@pytest.mark.parametrize("chosen", ["", "x", "-1", "9" * 40])
+def test_a_request_that_cannot_be_is_refused(server, chosen):
+    assert get(server, f"/live/events?request={chosen}").status_code == 400
+
+
 def test_of_a_large_pool_every_nth_block_is_drawn():
     calls = make_calls(num_blocks=2 * step_log.MOST_BLOCKS + 3, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
     whole = step_log.describe(calls)
@@ -221,7 +492,10 @@ def test_a_button_that_there_is_not_is_refused(server, action):
 def test_the_page_loads_nothing_from_elsewhere(server):
     page = get(server, "/")
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
-    own = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {"/page/server.js"}
+    linked = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {"/page/server.js", "/page/words.js"}
+    lessons = {path for path in linked if path.startswith("/lesson/")}
+    assert lessons and all("# " in get(server, path).text for path in lessons)
+    own = linked - lessons
     assert own == {f"/page/{path.name}" for path in PAGE.iterdir()} - {"/page/index.html"}
     for path in own:
         found = get(server, path)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import threading
 from collections import deque
 from functools import reduce
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -19,10 +22,14 @@ from transformers import AutoTokenizer
 from beyond import LLM
 from beyond.serving.engine_process import EngineProcess
 from beyond.serving.remote_engine import RemoteLLM
+from beyond.speculation.ahead_drafts import guess_of_table
+from beyond.speculation.drafts import draft_of
+from beyond.speculation.ngram import NgramDrafter
 from beyond.structured import loop
 from beyond.structured.checks import check_structured_outputs
-from beyond.structured.constraints import forbid
-from beyond.structured.grammars import Grammars, Matcher, WhenCompiled
+from beyond.structured.constraints import Constraints, forbid
+from beyond.structured.grammars import Grammars, Masks, Matcher, WhenCompiled
+from beyond.structured.schemas import first_refused
 from stage_a_naive import SamplingParams
 from stage_a_naive.checkpoints.loading import resolve
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
@@ -33,6 +40,7 @@ from stage_f_graph_tp.prefill_graphs import prefill_sizes
 
 pytest.importorskip("llguidance")
 
+MASKS = Masks(2)
 PADDED = 4100  # a vocabulary with four ids of padding
 EOS_IDS = [0, 2]
 SPACES = "( |\n" + "( |)" * 8 + "|)"  # what may be between two tokens of JSON, as the lesson's program writes patterns
@@ -67,8 +75,8 @@ def llm() -> LLM:
 
 
 def allowed(matcher: Matcher) -> np.ndarray:
-    mask = np.zeros(-(-PADDED // 32), np.int32)
-    matcher.fill(mask)
+    mask = np.zeros((1, -(-PADDED // 32)), np.int32)
+    assert MASKS.fill([(matcher, 0, [])], mask) == {}
     return np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
 
 
@@ -114,6 +122,35 @@ def test_forbidden_tokens_have_the_lowest_score_and_the_others_keep_theirs(dtype
     assert masked[0, 69] == logits[0, 69]
 
 
+NOT = {"not": {}}
+PLACES = {  # where a schema is refused, and the schema
+    "": NOT,
+    "/properties/a~1b/items": {"properties": {"c": {"type": "string"}, "a/b": {"type": "array", "items": NOT}}},
+    "/$defs/x~0/anyOf/1": {
+        "$defs": {"x~": {"anyOf": [{"type": "null"}, NOT]}},
+        "properties": {"a": {"$ref": "#/$defs/x~0"}},
+    },
+    "/properties/a/additionalProperties": {"properties": {"a": {"type": "object", "additionalProperties": NOT}}},
+    "/properties/a/allOf/0": {"properties": {"a": {"allOf": [NOT]}}},
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("pointer", PLACES)
+def test_a_refused_schema_names_the_place(grammars: Grammars, pointer: str) -> None:
+    found = first_refused(PLACES[pointer])
+    assert found is not None and found.pointer == pointer and "not" in found.reason
+    with pytest.raises(
+        GrammarError, match=re.escape(f"the json{' at ' if pointer else ''}{pointer} cannot be compiled")
+    ):
+        grammars.start(as_structured_outputs({"json": PLACES[pointer]}))
+
+
+@pytest.mark.fast
+def test_a_schema_that_compiles_has_no_such_place() -> None:
+    assert first_refused(SCHEMA) is None
+
+
 def test_a_form_is_compiled_once(grammars: Grammars) -> None:
     forms = [as_structured_outputs({"json": SCHEMA}), as_structured_outputs({"json": dict(SCHEMA)})]
     assert grammars.compile(forms[0]) is grammars.compile(forms[1])
@@ -145,6 +182,42 @@ def test_a_request_waits_for_its_form_and_nobody_else_does(llm: LLM, monkeypatch
     assert waits in ended
 
 
+@pytest.mark.parametrize(
+    ("part", "place", "reason"),
+    [
+        ({"properties": {"b": {"not": {}}}}, "/properties/a/properties/b", 'Unimplemented keys: ["not"]'),
+        ({"items": [{"type": "string"}, {"type": "text"}]}, "/properties/a/items/1", "Invalid type: text"),
+        ({"anyOf": [{"type": "string", "format": "colour"}]}, "/properties/a/anyOf/0", "Unknown format: colour"),
+        ({"$ref": "#/$defs/x~1y"}, "/$defs/x~1y", 'Unimplemented keys: ["uniqueItems"]'),
+        ({"$ref": "#/$defs/z"}, "/properties/a", "Pointer '/$defs/z' does not exist"),
+        ({"type": "string", "default": {"not": 1}, "pattern": "(?=a)"}, "/properties/a", "look-around"),
+    ],
+)
+def test_a_schema_is_refused_with_the_place_of_what_is_not_supported(
+    grammars: Grammars, part: dict, place: str, reason: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": part, "not": {"type": "string"}}}
+    schema["$defs"] = {"x/y": {"type": "array", "uniqueItems": True}}
+    with pytest.raises(GrammarError) as refused:
+        grammars.start(as_structured_outputs({"json": schema}))
+    assert f" at {place} cannot be compiled (" in str(refused.value) and reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"json": {"type": "object", "properties": {f"key{i}": {} for i in range(900)}}}, "max is 2000"),
+        ({"regex": "(a?){5000}a{5000}"}, "too many expressions"),
+        ({"grammar": "root ::= word"}, "Rule 'word' not found"),
+        ({"grammar": 'root ::= root "a"'}, "cannot be satisfied"),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "incompatible types"),
+    ],
+)
+def test_a_form_that_is_too_large_or_without_an_answer_is_named(grammars: Grammars, form: dict, reason: str) -> None:
+    with pytest.raises(GrammarError, match=f"^structured_outputs: the {next(iter(form))} .*{reason}"):
+        grammars.start(as_structured_outputs(form))
+
+
 def test_a_form_that_takes_too_long_is_refused(grammars: Grammars, monkeypatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr("beyond.structured.grammars.COMPILE_SECONDS", 0.01)
@@ -159,6 +232,124 @@ def test_the_answers_of_the_engine_are_texts_of_the_programs_automaton(llm: LLM,
     params = SamplingParams(temperature=0, max_tokens=60, structured_outputs={"regex": loop.PATTERN})
     for output in llm.generate(prompts, params, False):
         assert loop.may_end(reduce(loop.after, output["text"], loop.parse(deque(loop.PATTERN))))
+
+
+REPEATS = {"regex": "(Stage [A-F] has a block table; ){6}(yes|no)"}  # so that guesses are right
+SMALL = {"num_kvcache_blocks": 20, "kvcache_block_size": 8, "max_model_len": 150}  # a pool that preempts
+SPECULATION = [
+    {"speculation": "ngram"},
+    {"speculation": "ngram", "without": "overlap"},
+    {"speculation": "model"},
+    {"speculation": "ngram", "num_speculative_tokens": 9, **SMALL},
+    {"speculation": "model", **SMALL},
+    {"speculation": "ngram", "tensor_parallel_size": 2},
+    {"speculation": "model", "tensor_parallel_size": 2, "num_kvcache_blocks": 200},
+]
+
+
+@pytest.mark.parametrize("options", SPECULATION, ids=lambda options: "-".join(map(str, options.values())))
+def test_drafts_change_no_token_of_a_mixture(llm: LLM, options: dict) -> None:
+    repeating = SamplingParams(temperature=0, max_tokens=120, structured_outputs=REPEATS)
+    params = [*mixture(), *[repeating] * 3]
+    expected = llm.generate([PROMPT] * len(params), params, False)
+    guessing = LLM("tutor", device="cpu", **options)
+    try:
+        outputs = [guessing.generate([PROMPT] * len(params), params, False) for _ in range(2)]  # the prefix is cached
+        found = guessing.calls.stats()
+    finally:
+        guessing.close()
+    for own in outputs:
+        check_all(guessing, own, params)
+        assert [output["token_ids"] for output in own] == [output["token_ids"] for output in expected]
+    assert found["num_accepted_tokens"] > 0 and (found["num_preemptions"] > 0) == ("max_model_len" in options)
+
+
+def test_a_draft_ends_where_its_grammar_forbids_it(grammars: Grammars, tokenizer) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a(bc|bd)x"})
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    sequence = SimpleNamespace(
+        batch_slot=0, token_ids=[7, a], num_prompt_tokens=1, request=SimpleNamespace(params=params)
+    )
+    constraints = Constraints(grammars, 1, torch.device("cpu"), draft_of)
+    draft = [b, c, c, b]
+    constraints.shorten(sequence, draft)
+    assert draft == [b, c, c, b], "a sequence without a form"
+    assert constraints.admit(sequence)
+    constraints.shorten(sequence, draft)
+    assert draft == [b, c]
+
+
+@pytest.mark.parametrize(("num_tokens", "guesses"), [(20, [3, 4, 1, 2]), (10, [3, 4]), (8, [])])
+def test_the_host_looks_up_what_the_device_runs_and_no_more(num_tokens: int, guesses: list[int]) -> None:
+    answer = SimpleNamespace(
+        sequence=SimpleNamespace(max_total_tokens=num_tokens), token_ids=[9, 1, 2, 3, 4, 1, 2], memory=None
+    )
+    assert guess_of_table(NgramDrafter(4, size=2), answer, 4) == guesses
+    answer = SimpleNamespace(sequence=answer.sequence, token_ids=[1, 2, 5], memory=None)
+    assert guess_of_table(NgramDrafter(4, size=2), answer, 2) == [5, 5], "the last token again, where there is none"
+
+
+def some_schema(chance: random.Random, depth: int = 2) -> dict:
+    kind = chance.choice(["object", "array", "string", "integer", "enum", "boolean"][(depth == 0) * 2 :])
+    if kind == "object":
+        names = chance.sample(["block", "token", "a key", "stage", "KV"], chance.randint(1, 3))
+        properties = {name: some_schema(chance, depth - 1) for name in names}
+        return {"type": kind, "properties": properties, "required": names[:2], "additionalProperties": False}
+    if kind == "array":
+        return {"type": kind, "items": some_schema(chance, depth - 1), "minItems": 1, "maxItems": chance.randint(1, 3)}
+    if kind == "enum":
+        return {kind: chance.sample(["a", "ab", "b c", 1, 10, None, True], chance.randint(1, 4))}
+    limits = {"string": {"maxLength": chance.randint(0, 8)}, "integer": {"minimum": -3, "maximum": 120}}
+    return {"type": kind} | limits.get(kind, {})
+
+
+def is_valid(value: object, schema: dict) -> bool:
+    if "enum" in schema:
+        return any(type(value) is type(one) and value == one for one in schema["enum"])
+    if schema["type"] == "object":
+        own = schema["properties"]
+        return (
+            isinstance(value, dict)
+            and set(schema["required"]) <= set(value) <= set(own)
+            and all(is_valid(value[name], own[name]) for name in value)
+        )
+    if schema["type"] == "array":
+        is_long = isinstance(value, list) and 1 <= len(value) <= schema["maxItems"]
+        return is_long and all(is_valid(one, schema["items"]) for one in value)
+    if schema["type"] == "string":
+        return isinstance(value, str) and len(value) <= schema["maxLength"]
+    return type(value) is bool if schema["type"] == "boolean" else type(value) is int and -3 <= value <= 120
+
+
+@pytest.mark.parametrize("options", [{}, *SPECULATION[3:]], ids=lambda options: "-".join(map(str, options.values())))
+def test_every_finished_answer_is_valid_for_its_schema(options: dict) -> None:
+    chance = random.Random(len(options))
+    schemas = [some_schema(chance) for _ in range(16)]
+    ways = [{"temperature": 0}, {"seed": 1}, {"seed": 2, "temperature": 3.0, "top_k": 20}]
+    params = [SamplingParams(max_tokens=90, structured_outputs={"json": s}, **chance.choice(ways)) for s in schemas]
+    free = [SamplingParams(max_tokens=40, temperature=0)] * 4
+    guessing = LLM("tutor", device="cpu", **options)
+    try:
+        outputs = guessing.generate([PROMPT] * 20, [*params, *free], False)
+    finally:
+        guessing.close()
+    ended = [(o, s) for o, s in zip(outputs, schemas, strict=False) if o["finish_reason"] == "stop"]
+    assert len(ended) > 10
+    for output, schema in ended:
+        assert is_valid(json.loads(output["text"]), schema), (output["text"], schema)
+
+
+@pytest.mark.parametrize("options", SPECULATION[:3], ids=["device", "host", "model"])
+@pytest.mark.parametrize("max_tokens", [50, 51, 120])
+def test_drafts_of_an_answer_with_a_form_are_right(llm: LLM, options: dict, max_tokens: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=REPEATS)
+    [expected] = llm.generate(PROMPT, params, False)
+    guessing = LLM("tutor", device="cpu", **options)
+    [output] = guessing.generate(PROMPT, params, False)
+    found = guessing.calls.stats()
+    assert output["token_ids"] == expected["token_ids"]
+    assert found["num_accepted_tokens"] > found["num_verifications"], "more than one right guess per verification"
+    assert (output["finish_reason"] == "stop") == (max_tokens == 120)
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "without": "overlap"}])
@@ -184,16 +375,15 @@ def test_a_recorded_step_chooses_the_same_tokens(llm: LLM) -> None:
 
 
 def test_a_grammar_that_gets_stuck_ends_its_own_request_alone(llm: LLM, monkeypatch) -> None:
-    fill = Matcher.fill
+    fill = Masks.fill
     calls = []
 
-    def fail_at_last(matcher: Matcher, mask: np.ndarray) -> None:
-        calls.append(matcher)
-        if len(calls) == 3:
-            raise GrammarError("structured_outputs: the answer cannot go on")
-        fill(matcher, mask)
+    def fail_at_last(own: Masks, answers: list, masks: np.ndarray) -> dict[int, GrammarError]:
+        calls.append(answers)
+        stuck = {0: GrammarError("structured_outputs: the answer cannot go on")}
+        return stuck if len(calls) == 3 else fill(own, answers, masks)
 
-    monkeypatch.setattr(Matcher, "fill", fail_at_last)
+    monkeypatch.setattr(Masks, "fill", fail_at_last)
     free = llm.add_request(PROMPT, SamplingParams(max_tokens=10, temperature=0))
     llm.add_request(PROMPT, SamplingParams(structured_outputs=FORMS[0]))
     ended = []

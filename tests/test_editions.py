@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHINESE = sorted(
     path for room in (".", "labs", "stage_*/**", "beyond/**", "benchmarks") for path in ROOT.glob(f"{room}/*.zh-CN.md")
 )
-CODE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^ *```\w*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 TYPED = re.compile(r"make|python|pip|source|from|import")  # what a line begins with that a reader types
 prose = partial(CODE.sub, "")
 
@@ -55,6 +55,13 @@ def typed(text: str, page: Path) -> list[str]:
     return [line for line in lines if TYPED.match(line)] + sorted(inline)
 
 
+def programs(text: str, page: Path) -> list[str]:
+    """Lines of code in blocks that name a language, without comments."""
+    blocks = re.findall(r"^ *```\w+\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    lines = [re.sub(r"(^| +)(#|//) .*", "", line).strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
 def without_results(text: str) -> str:
     """A page without the tables that `make report` fills in."""
     return re.sub(r"(<!-- ([\w:-]+) -->)\n.*?(<!-- /\2 -->)", r"\1\3", text, flags=re.DOTALL)
@@ -75,7 +82,7 @@ def excerpts(text: str, page: Path) -> list[str]:
     return re.findall(r"<!-- code: .*? -->\n.*?<!-- end of code -->", text, re.DOTALL)
 
 
-PARTS = (headings, links, excerpts, typed, tables, numbers)
+PARTS = (headings, links, excerpts, typed, programs, tables, numbers)
 
 
 def drifted(chinese: Path) -> list[str]:
@@ -102,6 +109,7 @@ def test_a_chinese_page_links_to_chinese_pages_where_there_are_some(page: Path) 
 
 PAGE = "# T\n\n## U\n\n[a](b.md#c) ![d](e.svg) `make x` 3<!--=f.x-->\n\n| a | b |\n|---|---|\n| c | d |\n"
 PAGE += "\n```\nmake y  # z\n```\n<!-- code: f.py::g -->\n```python\ng = 1\n```\n<!-- end of code -->\n"
+PAGE += "\n- a\n\n  ```python\n  h = 1  # i\n  ```\n"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +120,7 @@ PAGE += "\n```\nmake y  # z\n```\n<!-- code: f.py::g -->\n```python\ng = 1\n```\
         ("e.svg", "i.svg", "links, only in Chinese: i.svg#"),
         ("g = 1", "g = 2", "excerpts, only in English: <!-- code: f.py::g -->\n```python\ng = 1\n"),
         ("make y", "make w", "typed, only in Chinese: make w"),
+        ("h = 1", "h = 2", "programs, only in English: h = 1"),
         ("`make x`", "`make v`", "typed, only in English: make x"),
         ("| c | d |", "| c |", "tables, only in Chinese: 2: 2"),
         ("3<!--=f.x-->", "4<!--=f.x-->", "numbers, only in Chinese: 4<!--=f.x-->"),

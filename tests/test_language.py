@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 
 import labs.report
+from labs import hint, progress
+from labs.exercises import load_labs
 from labs.report import Mark, Report
 from stage_a_naive.entrypoints import language
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
 SPEAKING = ["doctor.py", "labs/report.py", "stage_a_naive/__main__.py", "stage_a_naive/floor.py"]
-SPEAKING += ["stage_a_naive/entrypoints/cli.py"]
+SPEAKING += ["stage_a_naive/entrypoints/cli.py", "labs/progress.py", "labs/hint.py"]
+SPEAKING += [f"{stage}/__main__.py" for stage in ("stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged")]
+SPEAKING += ["stage_e_batching/__main__.py", "stage_f_graph_tp/__main__.py"]
 LOCALE = Path(language.__file__).with_name("locale")
 CHINESE = gettext.translation("six_engines", LOCALE, ["zh"])
 
@@ -34,6 +38,13 @@ def texts(path: str) -> list[str]:
 @pytest.mark.parametrize("path", SPEAKING)
 def test_the_catalogue_has_every_text_of_a_program(path: str) -> None:
     assert texts(path) and [text for text in texts(path) if CHINESE.gettext(text) == text] == []
+
+
+def test_the_catalogue_has_every_title_and_every_hint_of_the_labs() -> None:
+    labs = load_labs().values()
+    said = [lab.title for lab in labs]
+    said += [text for lab in labs for exercise in lab.exercises for text in (exercise.title, *exercise.hints)]
+    assert [text for text in said if text not in CHINESE._catalog] == []
 
 
 @pytest.mark.skipif(not shutil.which("msgfmt"), reason="needs msgfmt of gettext")
@@ -63,6 +74,18 @@ def test_the_grader_s_table_is_chinese_and_its_reasons_stay_english(monkeypatch:
     passed, failed = said.splitlines()[2:4]
     ends = [language.columns(line.split("  通过")[0].split("  没通过")[0]) for line in (passed, failed)]
     assert ends[0] == ends[1], "a Chinese character takes two columns"
+
+
+def test_the_progress_and_the_hints_are_chinese_and_name_the_chinese_handout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "tr", CHINESE.gettext)
+    monkeypatch.setattr(hint, "tr", CHINESE.gettext)
+    monkeypatch.setattr(hint.next_hints, "__defaults__", (tmp_path,))
+    assert "下一题：A.0 分几段处理提示词（20 分钟，labs/lab_a.zh-CN.md）" in progress.table(tmp_path)
+    assert hint.main(["A.6"]) == 0
+    title, first, left = capsys.readouterr().out.splitlines()
+    assert title == "A.6 预填充与解码" and first.startswith("  1. 先用整段提示词") and "还有 2 条" in left
 
 
 def test_one_gpu_is_not_called_gpus() -> None:

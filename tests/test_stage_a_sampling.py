@@ -58,6 +58,11 @@ SMALLEST = 5e-324  # the smallest positive float; float32 has none below 1.4e-45
         ("stop", b"x"),
         ("stop_token_ids", 3),
         ("stop_token_ids", (1.0,)),
+        ("logit_bias", {7: 100.5}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {7: "1"}),
+        ("logit_bias", (1, 2)),
         ("seed", -1),
         ("seed", 2**64),
         ("logprobs", -1),
@@ -91,6 +96,8 @@ def test_vllms_spellings_and_numpys_numbers_are_understood() -> None:
     assert params == SamplingParams(0.5, 3, stop=(), stop_token_ids=(), max_tokens=7, seed=5)
     assert type(params.max_tokens) is int and type(params.temperature) is float
     assert SamplingParams(stop_token_ids=np.array([1, 2])).stop_token_ids == (1, 2)
+    assert SamplingParams(logit_bias={"5": 1, np.int64(7): -100}).logit_bias == ((5, 1.0), (7, -100.0))
+    assert SamplingParams(logit_bias=None).logit_bias == SamplingParams(logit_bias={}).logit_bias == ()
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b") and SamplingParams(stop="end").stop == ("end",)
 
 

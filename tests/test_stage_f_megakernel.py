@@ -32,7 +32,7 @@ PLAIN_LAUNCH = 4  # kPlainLaunch in csrc/stage_f/decode_step.h: blocks start one
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_row_matches_float32_at_every_context_length(name, dtype):
     kernel = Megakernel(make_model(SHAPES[name], dtype))
-    for seed, context in enumerate((1, 2, 15, 16, 17, 18, 33, 64, 65, 257, 640, 1025, 4096)):
+    for seed, context in enumerate((1, 2, 15, 16, 17, 18, 33, 64, 65, 257, 640, 1025, 1345, 2050, 4096)):
         step = make_step(SHAPES[name], dtype, [context], (16, 64, 256)[seed % 3], seed)
         assert_step_is_right(kernel, step, TOLERANCE[dtype])
 
@@ -43,8 +43,9 @@ def test_every_row_of_a_batch_matches_float32_and_padding_rows_touch_nothing(nam
     kernel = Megakernel(make_model(SHAPES[name], torch.bfloat16))
     for rows in range(2, 9):
         contexts = [0 if row % 3 == 2 else (1 + 97 * row * rows) % 1500 + 1 for row in range(rows)]
-        step = make_step(SHAPES[name], torch.bfloat16, contexts, 64, rows)
-        assert_step_is_right(kernel, step, TOLERANCE[torch.bfloat16])
+        for lengths in (contexts, [4096 // (1 + row) for row in range(rows)]):  # short ones, and some cut into pieces
+            step = make_step(SHAPES[name], torch.bfloat16, lengths, 64, rows)
+            assert_step_is_right(kernel, step, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.compiler
 CASES = {
     "uneven": (SHAPES["uneven"], torch.bfloat16),
     "wide": (config(128, 256, 4, 2, 128, vocab=300, bias=True, qk_norm=True), torch.float16),
+    "one KV head": (config(64, 128, 3, 1, 64, vocab=300), torch.float16),
 }
 
 
@@ -41,6 +42,15 @@ def test_steps_in_any_order_of_blocks_and_stores_match_float32(case, name, conte
     shape, dtype, kernel, _ = case(name)
     step = make_step(shape, dtype, contexts, 16, sum(contexts), device="cpu")
     step.temperatures[-1] = 0.7
+    assert_step_is_right(kernel, step, TOLERANCE[dtype])
+    first = run(kernel, step)
+    assert torch.equal(run(kernel, step), first), "another order gave other bits"
+
+
+@pytest.mark.parametrize("context", [1346, 1600])  # a new token of its own piece, or not
+def test_a_long_context_that_is_cut_into_pieces_matches_float32(case, context):
+    shape, dtype, kernel, _ = case("one KV head")
+    step = make_step(shape, dtype, [context], 64, context, device="cpu")
     assert_step_is_right(kernel, step, TOLERANCE[dtype])
     first = run(kernel, step)
     assert torch.equal(run(kernel, step), first), "another order gave other bits"

@@ -28,6 +28,7 @@ from stage_f_graph_tp.megakernel import Megakernel
 NEEDS_GPU = True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b")
 ROWS, CONTEXTS, CONTEXT = (1, 2, 4, 8), (128, 640, 4096), 640
+LONG_CONTEXTS = (8192, 30000)  # of one row
 BLOCK_SIZE, STEPS, REPEATS = 256, 20, 15
 WITHOUT = {"whole": 0, "no streaming": 1, "no waiting": 2, "neither": 3}  # kSkip... in csrc/stage_f/decode_step.h
 PRODUCTS, PARTS = ("QKV", "output", "gate-up", "down"), ("wait", "multiply", "other warps", "add up")
@@ -43,6 +44,7 @@ def measure(models: tuple[str, ...] = MODELS) -> dict:
     for name in models:
         kernel = Megakernel(make_model(name))
         cases = [("step", "", 0, count, context) for count in ROWS for context in CONTEXTS]
+        cases += [("step", "", 0, 1, context) for context in LONG_CONTEXTS]
         cases += [("without", label, flags, 1, CONTEXT) for label, flags in WITHOUT.items()]
         for what, variant, flags, count, context in cases:
             kernel.flags = flags
@@ -55,7 +57,7 @@ def measure(models: tuple[str, ...] = MODELS) -> dict:
 def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderModel:
     """Make a model of the real shape with random weights, scaled so that activations keep their size."""
     config = ModelConfig.from_hf(preset_config(name))
-    model = DecoderModel(config, backend, max(CONTEXTS) + 1, torch.bfloat16, torch.device("cuda"))
+    model = DecoderModel(config, backend, max(CONTEXTS + LONG_CONTEXTS) + 1, torch.bfloat16, torch.device("cuda"))
     for parameter in model.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
     return model

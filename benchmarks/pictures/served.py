@@ -1,15 +1,20 @@
-"""The live page of `beyond/serving` in a browser.
+"""The live page of `beyond/serving` in a browser: the lesson's figure of it, and a short film.
 
-python -m benchmarks.pictures.served        # draw the lesson's figure of the page; needs Playwright and Chromium
+python -m benchmarks.pictures.served          # draw the figure again; needs Playwright and Chromium
+python -m benchmarks.pictures.served --film   # record the film, in light and dark
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
+
+from PIL import Image
 
 from benchmarks.local_server import local_server
 from benchmarks.pictures.picture import Picture
@@ -18,37 +23,53 @@ from stage_a_naive.entrypoints.interrupts import run_command
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome") if find_spec("playwright") else ()
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)  # None: there is no page to be seen here
-OPTIONS = ("--max-num-seqs", "6", "--max-num-batched-tokens", "64", "--num-kvcache-blocks", "96", "--device", "cpu")
-QUESTION = "What is the difference between prefill and decode, and why is one of them bound by memory bandwidth?"
-FIELDS = {"#question": QUESTION, "#answers": "9", "#temperature": "0.2", "#most-tokens": "48"}
+OPTIONS = ("--max-num-seqs", "6", "--max-num-batched-tokens", "64", "--num-kvcache-blocks", "40", "--device", "cpu")
+QUESTION = "How do I build a mini vLLM inference loop from scratch? Answer in bullet points."
+FIELDS = {"#question": QUESTION, "#answers": "9", "#temperature": "0.6", "#most-tokens": "48"}
+FIGURES = ROOT / "beyond/serving/figures"
+# With fewer blocks, so that the requests outgrow the pool: admitted, a shared prefix, preempted, admitted again.
+FILM_OPTIONS = (*OPTIONS[:5], "30", *OPTIONS[6:])
+FILM_FIELDS = FIELDS | {"#most-tokens": "120"}
+FILM_STEPS, FILM_MS, LAST_MS = 168, 180, 3000
 
 
-async def watch(moments: Mapping[str, int]) -> dict[str, Picture]:
+async def watch(
+    moments: Mapping[str, int],
+    options: Iterable[str] = OPTIONS,
+    fields: Mapping[str, str] = FIELDS,
+    scheme: str = "light",
+) -> dict[str, Picture]:
     """Ask a paused engine for several answers, run it step by step, and take a picture of its page at each moment.
 
     Args:
         moments: for each picture its name, and the steps to run before it since the one before.
+        options: of the server.
+        fields: what is filled into the page's fields.
+        scheme: "light" or "dark".
     """
     from playwright.async_api import async_playwright, expect  # not every machine has it
 
     found, total = {}, 0
-    with local_server(*OPTIONS) as server:
+    with local_server(*options) as server:
         async with async_playwright() as driver:
             browser = await driver.chromium.launch(executable_path=CHROMIUM)
-            page = await browser.new_page(viewport={"width": 1280, "height": 813})
+            page = await browser.new_page(viewport={"width": 1280, "height": 813}, color_scheme=scheme)
             await page.goto(server.url)
             await expect(page.locator("#status")).to_have_text("idle")
             await page.click("#pause")
             await expect(page.locator("#status")).to_have_text("paused")
-            for field, value in FIELDS.items():
+            for field, value in fields.items():
                 await page.fill(field, value)
             await page.click("#send")
-            await expect(page.locator("#waiting .chip")).to_have_count(int(FIELDS["#answers"]))
+            await expect(page.locator("#waiting .chip")).to_have_count(int(fields["#answers"]))
             for name, steps in moments.items():
                 for _ in range(steps):
                     total += 1
                     await page.click("#step")
                     await expect(page.locator("#num-steps")).to_contain_text(f" of {total} steps")
+                if total == 2:  # six run; the newest of them will be the first to be preempted
+                    await page.locator("#running .lane").last.click()
+                    await page.locator("#table div").first.wait_for()
                 running, waiting = await page.inner_text("#num-running"), await page.inner_text("#num-waiting")
                 text = f"the live page after {total} steps: {running}, {waiting} waiting"
                 found[name] = Picture(await page.screenshot(), text)
@@ -56,10 +77,24 @@ async def watch(moments: Mapping[str, int]) -> dict[str, Picture]:
     return found
 
 
+def record(scheme: str, file: Path) -> None:
+    """Record a run as an animated WebP, one frame per three steps."""
+    moments = {"asked": 0, "six run": 2} | {str(step): 3 for step in range(FILM_STEPS // 3)}
+    taken = asyncio.run(watch(moments, FILM_OPTIONS, FILM_FIELDS, scheme))
+    frames = [Image.open(io.BytesIO(picture.png)).convert("RGB").resize((880, 559)) for picture in taken.values()]
+    durations = [1500, 1500] + [FILM_MS] * (len(frames) - 3) + [LAST_MS]
+    frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=50, method=4)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Draw the lesson's figure of the page, in place."""
-    argparse.ArgumentParser(prog="python -m benchmarks.pictures.served", description=main.__doc__).parse_args(argv)
-    asyncio.run(watch({"page": 20}))["page"].save(ROOT / "beyond/serving/figures/page.png")
+    """Draw the lesson's figure of the page, or record the film, in place."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures.served", description=main.__doc__)
+    parser.add_argument("--film", action="store_true", help="record the film")
+    if parser.parse_args(argv).film:
+        record("light", FIGURES / "film.webp")
+        record("dark", FIGURES / "film_dark.webp")
+    else:
+        asyncio.run(watch({"six run": 2, "page": 18}))["page"].save(FIGURES / "page.png")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from beyond.serving.defaults import sampling_defaults
 from beyond.serving.engine_process import EngineProcess
 from beyond.serving.http_errors import error_response
 from beyond.serving.protocol import Limits, RequestError
+from beyond.serving.reasoning import ChatOptions
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
 
 CPUS = 0.1  # of each process, for Ray's books: more would not fit on a laptop, and with none all go to one machine
@@ -52,6 +53,7 @@ class Engine:
         generation_config: as in `sampling_defaults`.
         release: all replicas are replaced by those of a new one.
         model, hosts, request_log: the name under which clients ask, and the server's own names and log, as in `Api`.
+        chat: what to do with chats.
     """
 
     async def __init__(
@@ -65,6 +67,7 @@ class Engine:
         model: str | None = None,
         hosts: Collection[str] = (),
         request_log: bool = True,
+        chat: ChatOptions | None = None,
     ) -> None:
         llm = await asyncio.to_thread(lambda: RemoteLLM(EngineProcess(engine, options)))
         self.llm = AsyncLLM(llm, max_queue)
@@ -72,7 +75,7 @@ class Engine:
         self.llm.engine_loop.on_death = self._end_with_engine
         defaults = sampling_defaults(llm.source, generation_config)
         write = print if request_log else None  # into Ray's log
-        self.api = Api(self.llm, model or llm.source.name, Limits(), api_key, defaults, hosts, write)
+        self.api = Api(self.llm, model or llm.source.name, Limits(), api_key, defaults, hosts, write, chat)
         self.app = self.api.app()
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
@@ -237,11 +240,13 @@ def application(
     model: str | None = None,
     hosts: Collection[str] = (),
     request_log: bool = True,
+    chat: ChatOptions | None = None,
 ) -> serve.Application:
     """Make the application, for `serve.run`.
 
     Args:
-        engine, options, max_queue, api_key, generation_config, release, model, hosts, request_log: as in `Engine`.
+        engine, options, max_queue, api_key, generation_config, release, model: as in `Engine`.
+        hosts, request_log, chat: as in `Engine`.
         replicas: engines.
         gpus: of each replica.
         deadline: seconds for a replica's running answers when it is replaced.
@@ -270,5 +275,5 @@ def application(
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options={"num_cpus": CPUS, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},
     )
-    given = engine, options, max_queue, api_key, generation_config, release, model, list(hosts), request_log
+    given = engine, options, max_queue, api_key, generation_config, release, model, list(hosts), request_log, chat
     return router.bind(engines.bind(*given))

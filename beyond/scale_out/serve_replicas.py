@@ -86,6 +86,7 @@ def serve_releases(options: argparse.Namespace, engine_options: dict[str, Any], 
 
     from beyond.scale_out.replicas import application
     from beyond.serving.defaults import in_words
+    from beyond.serving.reasoning import ChatOptions
     from beyond.serving.server import say
 
     ranks = engine_options.get("tensor_parallel_size", 1) * engine_options.get("pipeline_parallel_size", 1)
@@ -118,6 +119,7 @@ def serve_releases(options: argparse.Namespace, engine_options: dict[str, Any], 
             model=options.served_model_name,
             hosts=[options.host, *options.allowed_host],
             request_log=options.request_log,
+            chat=ChatOptions(options.chat_template_kwargs, options.reasoning_parser),
             has_room=ray.available_resources().get("GPU", 0) >= gpus,
         )
         try:

@@ -15,6 +15,7 @@ from beyond.serving.address import listen
 from beyond.serving.engine_process import EngineProcess, freeze_heap, load_class
 from stage_a_naive.checkpoints.names import check_names
 from stage_a_naive.contract.errors import one_line
+from stage_a_naive.entrypoints.cli import json_object
 from stage_a_naive.entrypoints.interrupts import end_at_once
 
 if TYPE_CHECKING:
@@ -76,6 +77,13 @@ def parse(
     server.add_argument(
         "--served-model-name", metavar="NAME", help="what clients call the model (default: its own name)"
     )
+    template = 'of chats that name none: {"enable_thinking": false} for Qwen3'
+    server.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help=template)
+    reasoning = "tell <think>…</think> apart from the answer, as `reasoning` (default: off)"
+    server.add_argument("--reasoning-parser", choices=("qwen3",), help=reasoning)
+    parsers = "which format calls of tools have: auto looks into the model's chat template (default: %(default)s)"
+    choices = {"choices": ("auto", "hermes", "llama3_json"), "default": "auto"}
+    server.add_argument("--tool-call-parser", **choices, help=parsers)
     server.add_argument("--no-request-log", dest="request_log", action="store_false", help="no line per request")
     defaults = "sampling parameters of requests that name none: auto takes them from the model's generation_config.json"
     choices = {"choices": ("auto", "vllm"), "default": "auto"}
@@ -131,12 +139,16 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
 
     Raises:
         ModelError: the model's `generation_config.json` is invalid.
+        ValueError: the model's chat template does not have an argument that was given.
     """
     from uvicorn.loops.auto import auto_loop_factory
 
     from beyond.serving.defaults import in_words, sampling_defaults
+    from beyond.serving.reasoning import ChatOptions
     from beyond.serving.server import say, serve
 
+    chat = ChatOptions(options.chat_template_kwargs, options.reasoning_parser)
+    llm.chat_prompts([{"role": "user", "content": "x"}], chat.template_kwargs)  # so that a wrong one is told now
     defaults = sampling_defaults(llm.source, options.generation_config)
 
     def tell(server: Server, port: int) -> None:
@@ -162,7 +174,9 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
         hosts=[options.host, *options.allowed_host],
         max_connections=options.max_connections or 4096,
         origins=options.allowed_origin,
+        tool_call_parser=options.tool_call_parser,
         write_log=say if options.request_log else None,
+        chat=chat,
         on_ready=tell,
     )
     freeze_heap()

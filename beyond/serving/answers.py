@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
+from beyond.serving.reasoning import ReasoningSplit
 from beyond.serving.scoring import PromptLogprobs
+from beyond.serving.tool_calls import CallParser
 from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request
 from stage_e_batching.calls.mailbox import Token
@@ -33,12 +35,20 @@ class Answer:
         requests: one for each choice.
         model: the model's name.
         tokenizer: to write tokens out where their log-probabilities are asked for.
+        splits_reasoning: whether a chat's answer tells its reasoning apart. Not where it must have a form: it has none.
 
     Attributes:
         num_choices: of the whole answer, those to all prompts.
     """
 
-    def __init__(self, ask: Ask, requests: Sequence[Request], model: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        requests: Sequence[Request],
+        model: str,
+        tokenizer: PreTrainedTokenizerFast,
+        splits_reasoning: bool = False,
+    ) -> None:
         kind, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
         self._ask = ask
         self.num_choices = len(requests)
@@ -52,6 +62,10 @@ class Answer:
         self._around: dict[int, list[str]] = {}  # by choice: what comes before and behind the text
         self._decoders: dict[int, IncrementalDecoder] = {}  # by choice: say where a token begins in the text
         self._offsets: dict[int, int] = {}  # characters of each choice so far, told or held back
+        self._splits: list[ReasoningSplit] = []  # of each choice
+        if splits_reasoning and ask.is_chat and ask.params.structured_outputs is None:
+            self._splits = [ReasoningSplit(text_of(prompt[-8:], tokenizer)) for prompt in self._prompts]
+        self._calls: dict[int, CallParser] = {}  # by choice: find the calls of tools
 
     def whole(
         self,
@@ -74,9 +88,9 @@ class Answer:
                 text = (given if isinstance(given, str) else text_of(given, self._tokenizer)) + text
                 if scores:
                     told = [*map(Token, self._prompts[index], repeat(""), scores[prompt]), *told]
-            content = {"message": {"role": "assistant", "content": text}} if self._ask.is_chat else {"text": text}
-            logprobs = self._logprobs(index, told)
-            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": output["finish_reason"]}
+            content = {"message": self._message(index, text)} if self._ask.is_chat else {"text": text}
+            logprobs, reason = self._logprobs(index, told), self._finish_reason(index, output["finish_reason"])
+            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
             if self._ask.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = self._prompt_logprobs(index, scores[prompt])
             choices.append(choice)
@@ -87,7 +101,8 @@ class Answer:
         tells_role = self._ask.is_chat and index not in self._begun
         if self._ask.continuous_usage:
             self._num_told[index] += token is not None
-        if finish_reason or tells_role or self._ask.params.logprobs is not None or self._ask.continuous_usage:
+        more = self._ask.params.logprobs is not None or self._ask.continuous_usage
+        if finish_reason or tells_role or more or self._splits or self._ask.tools is not None:
             chunk = as_json(self._chunk(index, token, finish_reason))
             self._begun.add(index)
             return chunk
@@ -101,17 +116,42 @@ class Answer:
         text = token.text if token else ""
         if self._ask.is_chat:
             role = {} if index in self._begun else {"role": "assistant"}
-            content = {"delta": role | {"content": text}}
+            content = {"delta": role | self._delta(index, text, finish_reason is not None)}
         else:
             content = {"text": text}
-        logprobs = self._logprobs(index, [token] if token else [])
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        logprobs, reason = self._logprobs(index, [token] if token else []), self._finish_reason(index, finish_reason)
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         usage: dict[str, Any] = {"usage": None} if self._ask.include_usage else {}
         if self._ask.continuous_usage:
             prompt, completion = len(self._prompts[index]), self._num_told[index]
             numbers = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
             usage = {"usage": numbers}
         return self._chunk_head | {"choices": [choice]} | usage
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": None} | self._delta(index, text, ends=True)
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # which the pieces of a stream have
+        return message
+
+    def _delta(self, index: int, text: str, ends: bool) -> dict[str, Any]:
+        """Say what is new in a chat's answer: what the model thinks, its text, and the calls of tools in it.
+
+        `reasoning_content` is for clients that know the older name alone.
+        """
+        reasoning, text = self._splits[index].feed(text, ends) if self._splits else ("", text)
+        thought = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+        tools = self._ask.tools
+        if tools is None:
+            return thought | {"content": text}
+        if index not in self._calls:
+            self._calls[index] = CallParser(tools.format, tools.several)
+        return thought | self._calls[index].feed(text, ends)
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        """Why an answer ends; one that ends by itself and has called tools waits for what they return."""
+        called = index in self._calls and self._calls[index].has_called
+        return "tool_calls" if reason == "stop" and called else reason
 
     def usage_chunk(self, outputs: Sequence[GenerationOutput]) -> str:
         """Write the last chunk, as JSON, of a stream that is to tell its numbers of tokens."""

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -29,19 +29,25 @@ from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import EventStream, unless_gone
 from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
+from beyond.serving.messages import Messages
 from beyond.serving.metrics import exposition
+from beyond.serving.openapi import HEADERS, describe_api, docs_page
 from beyond.serving.protocol import (
     Ask,
     Limits,
     RequestError,
     boolean,
     check_fields,
+    conversation,
     parse_chat,
     parse_completion,
     template_kwargs,
 )
+from beyond.serving.reasoning import ChatOptions
 from beyond.serving.request_log import RequestLog
+from beyond.serving.responses import Responses
 from beyond.serving.scoring import PromptLogprobs
+from beyond.serving.tools import tool_format
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.contract.params import as_integer
@@ -70,6 +76,8 @@ class Api:
         defaults: sampling parameters for those that a request does not name.
         hosts: names, besides `localhost` and numbers, under which the server may be asked where it has no key.
         write_log: called with a line about every request; None writes none.
+        chat: what to do with chats.
+        tool_call_parser: which reads calls of tools, see `tools.py`; `auto` looks into the chat template.
     """
 
     def __init__(
@@ -81,12 +89,16 @@ class Api:
         defaults: Mapping[str, float],
         hosts: Collection[str] = (),
         write_log: Callable[[str], None] | None = None,
+        chat: ChatOptions | None = None,
+        tool_call_parser: str = "auto",
     ) -> None:
         self.llm = llm
         self.model = model
         self.limits = limits
         self.defaults = dict(defaults)
+        self.chat = chat or ChatOptions()
         self._key, self._hosts = api_key, {"localhost", *(host.lower() for host in hosts)}
+        self._tool_format = tool_format(llm.llm.tokenizer, tool_call_parser)
         self._log = RequestLog(llm.metrics, write_log)
         self._created = int(time.time())
 
@@ -103,6 +115,10 @@ class Api:
             Route("/tokenizer_info", self.guarded(self.tokenizer_info), methods=["GET"]),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/docs", self.docs, methods=["GET"]),
+            *Messages(self).routes(),
+            *Responses(self).routes(),
             *more_routes,
         ]
         return App(routes, self._log)
@@ -134,6 +150,8 @@ class Api:
             self._check_host(request.headers.get("host", ""))
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if not scheme:  # Anthropic's clients have a header of their own
+            scheme, given = "bearer", request.headers.get("x-api-key", "")
         # Header bytes come as Latin-1. The comparison takes equally long wherever the two differ.
         right = hmac.compare_digest(given.encode("latin-1"), self._key.encode())
         if scheme.lower() != "bearer" or not right:
@@ -187,7 +205,8 @@ class Api:
 
     async def chat_completions(self, body: Any) -> ASGIApp:
         """`POST /v1/chat/completions`."""
-        return await self._answer(body, parse_chat(body, self.limits, self.llm.llm.max_model_len, self.defaults))
+        most = self.llm.llm.max_model_len
+        return await self._answer(body, parse_chat(body, self.limits, most, self.defaults, self._tool_format))
 
     async def models(self, request: HttpRequest) -> Response:
         """`GET /v1/models`."""
@@ -211,7 +230,7 @@ class Api:
                 assert isinstance(prompt, str)
                 ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt, adds_special)
             else:
-                ids = await asyncio.to_thread(self._chat_ids, messages, template_kwargs(fields))
+                ids = await asyncio.to_thread(self._chat_ids, conversation(messages), template_kwargs(fields))
         except ValueError as error:
             raise refused_prompt(error, "prompt" if messages is None else "messages") from None
         return JSONResponse({"count": len(ids), "max_model_len": self.llm.llm.max_model_len, "tokens": ids})
@@ -251,6 +270,14 @@ class Api:
         except EngineClosed as error:
             return error_response(error)
 
+    async def openapi(self, request: HttpRequest) -> Response:
+        """`GET /openapi.json`."""
+        return JSONResponse(describe_api())
+
+    async def docs(self, request: HttpRequest) -> Response:
+        """`GET /docs`: the same as a page."""
+        return HTMLResponse(docs_page(describe_api()), headers=HEADERS)
+
     async def metrics_text(self) -> str:
         """All metrics now, or those that the engine told last if it does not answer; `EngineClosed` if it is."""
         return exposition(self.model, await self.llm.numbers(), self.llm.metrics)
@@ -264,7 +291,8 @@ class Api:
             requests = await asyncio.to_thread(self._requests, ask) if compiles else self._requests(ask)
         else:
             requests = await asyncio.to_thread(self._requests, ask)
-        answer = Answer(ask, requests, self.model, self.llm.llm.tokenizer)
+        splits = self.chat.reasoning_parser is not None
+        answer = Answer(ask, requests, self.model, self.llm.llm.tokenizer, splits)
         if len(requests) > self.llm.max_unfinished:
             most = self.llm.max_unfinished
             raise RequestError(f"{len(requests)} answers were asked for; at most {most} can wait and run", param="n")
@@ -296,6 +324,8 @@ class Api:
             prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
             checked = self.llm.llm.requests(prompts, ask.params)
         except GrammarError as error:
+            if ask.tools is not None:
+                raise RequestError(ask.tools.explain(error), param="tools") from None
             raise RequestError(str(error), param="structured_outputs") from None
         except ValueError as error:
             raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
@@ -308,7 +338,8 @@ class Api:
         ]
 
     def _chat_ids(self, messages: list, template_kwargs: Mapping[str, Any] | None) -> list[int]:
-        return self.llm.llm.chat_prompts([messages], template_kwargs)[0]
+        arguments = {**self.chat.template_kwargs, **(template_kwargs or {})}
+        return self.llm.llm.chat_prompts([messages], arguments)[0]
 
     def _card(self) -> dict[str, Any]:
         length = self.llm.llm.max_model_len

@@ -22,6 +22,7 @@ from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.protocol import RequestError
 from beyond.serving.request_log import RequestLog, request_id
 from stage_a_naive.contract.errors import PromptTooLong
+from stage_a_naive.contract.structured_outputs import GrammarError
 
 RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
 CLIENT_GONE = 499  # nginx's word for it
@@ -35,6 +36,8 @@ def as_request_error(error: Exception) -> RequestError:
     """Turn an exception into what the client is told. What no request caused is logged, and told without details."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, GrammarError):  # one that was compiled, and got stuck in the middle of an answer
+        return RequestError(str(error), param="structured_outputs", code="form_failed")
     if isinstance(error, QueueFull):
         return RequestError(str(error), 429, code="queue_full", retry_after=RETRY_SECONDS)
     if isinstance(error, EngineClosed):
@@ -47,10 +50,10 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def refused_prompt(error: ValueError, param: str) -> RequestError:
-    """Turn what the engine finds wrong with a prompt into the refusal of the field that brought it."""
+    """Turn what the engine finds wrong with a prompt or a bias into the refusal of the field that brought it."""
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     message = str(error).removeprefix("conversation 0: ")  # a request has one
-    return RequestError(message, param=param, code=code)
+    return RequestError(message, param="logit_bias" if message.startswith("logit_bias") else param, code=code)
 
 
 def error_body(error: Exception) -> dict[str, Any]:

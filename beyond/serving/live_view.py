@@ -3,6 +3,7 @@
     engine's thread or process           event loop                                 browser
     step -> StepLog
     between two steps: describe() -----> one picture for all pages, as an event --> page/engine.js draws it
+        and describe_table() ----------> the block table of the request that one page has chosen
     pause, resume, single step <-------- POST /live/control <---------------------- buttons
 
 Every picture is complete in itself. A page that falls behind misses some and has nothing to catch up on. Nothing is
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request as HttpRequest
@@ -28,14 +30,20 @@ from beyond.serving.event_stream import unless_gone
 from beyond.serving.http_errors import ClientGone
 from beyond.serving.protocol import RequestError, check_fields
 from beyond.serving.sse import START, frame
-from beyond.serving.step_log import describe, watch
-from stage_a_naive.contract.errors import shown
+from beyond.serving.step_log import describe, describe_table, watch
+from stage_a_naive.contract.errors import one_line, shown
 
 PAGE = Path(__file__).parent / "page"
 MEDIA_TYPES = {".svg": "image/svg+xml", ".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+MEDIA_TYPES[".md"] = "text/plain"  # a browser would offer Markdown for download
 # The browser loads nothing from elsewhere, runs no script but the page's own, and shows it in no other site's frame.
 HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'", "Cache-Control": "no-cache"}
 PICTURE_SECONDS = 0.05
+ROOT = Path(__file__).resolve().parents[2]
+LESSONS = (  # that the page's words lead to
+    "GLOSSARY.md", "beyond/serving/page.md", "beyond/speculation/README.md", "beyond/structured/README.md",
+    "stage_d_paged/README.md", "stage_e_batching/README.md", "stage_e_batching/README.zh-CN.md",
+)  # fmt: skip
 
 
 class LiveView:
@@ -58,14 +66,21 @@ class LiveView:
         return [
             Route("/", _file(PAGE / "index.html")),
             *(Route(f"/page/{path.name}", _file(path)) for path in files),
+            *(Route(f"/lesson/{name}", _file(ROOT / name)) for name in LESSONS),
             Route("/live/events", self._api.guarded(self.events), methods=["GET"]),
             Route("/live/control", self._api.post(self.control), methods=["POST"]),
         ]
 
     async def events(self, request: HttpRequest) -> PictureStream:
-        """`GET /live/events`: a picture of the engine whenever something has changed, as server-sent events."""
+        """`GET /live/events`: a picture of the engine whenever something has changed, as server-sent events.
+
+        With `?request=7` the block table of that request comes as well, in events of its own.
+        """
         await self._api.read_body(request)  # it is empty, but has to be read before the connection's end
-        return PictureStream(self)
+        chosen = request.query_params.get("request")
+        if chosen is not None and not (chosen.isascii() and chosen.isdigit() and len(chosen) < 16):
+            raise RequestError(f"request must be the number of a request, got {shown(chosen)}", param="request")
+        return PictureStream(self, None if chosen is None else int(chosen))
 
     async def control(self, body: object) -> Response:
         """`POST /live/control`: `{"action": "pause"}`, `"resume"`, or `"step"`, which runs one step although paused."""
@@ -84,17 +99,32 @@ class LiveView:
             self._picture = asyncio.ensure_future(self._draw())
         return await asyncio.shield(self._picture)  # one page that goes must not take the others' picture along
 
+    async def table(self, request_id: int) -> str:
+        """Describe the block table of one request, as JSON; an empty one if the request does not run."""
+        described = self.loop.call(partial(describe_table, request_id=request_id))
+        return as_json(await asyncio.wrap_future(described))
+
     async def _draw(self) -> str:
         described = await asyncio.wrap_future(self.loop.call(describe))
         head = {"model": self._api.model, "engine": self._api.llm.engine_name, "paused": self.loop.paused}
-        return as_json(head | described)
+        return as_json(head | self.failure() | described)
+
+    def failure(self) -> dict[str, str]:
+        """Return what broke the last step off, or ended the engine's process; "" if nothing did."""
+        return {"failure": one_line(self.loop.failure) if self.loop.failure else ""}
 
 
 class PictureStream:
-    """The response with pictures for one page, until it is closed or the engine is."""
+    """The response with pictures for one page, until it is closed or the engine is.
 
-    def __init__(self, view: LiveView) -> None:
+    Args:
+        view: makes the pictures.
+        chosen: the request whose block table the page shows, too.
+    """
+
+    def __init__(self, view: LiveView, chosen: int | None = None) -> None:
         self._view = view
+        self._chosen = chosen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone, OSError):  # the page was closed
@@ -102,15 +132,19 @@ class PictureStream:
 
     async def _send_all(self, send: Send) -> None:
         await send(START)
-        sent = ""
+        sent: list[str] = []
         with suppress(EngineClosed):
             while not self._view.loop.closed:
-                picture = await self._view.picture()
-                if picture != sent:
-                    await send({"type": "http.response.body", "body": frame(picture), "more_body": True})
-                    sent = picture
+                events = [await self._view.picture()]
+                if self._chosen is not None:
+                    events.append(await self._view.table(self._chosen))
+                for event in events:
+                    if event not in sent:
+                        await send({"type": "http.response.body", "body": frame(event), "more_body": True})
+                sent = events
                 await asyncio.sleep(PICTURE_SECONDS)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        last = frame(as_json(self._view.failure()))  # the only event without a picture: why there are no more
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def _file(path: Path) -> Callable[[HttpRequest], Awaitable[Response]]:

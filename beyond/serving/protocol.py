@@ -1,7 +1,7 @@
 """What a client may ask: the fields of the OpenAI API, each checked, each either honoured or refused by name.
 
-A field that a server ignores silently is worse than one that it refuses: the client believes that its penalty, its
-`tools` or its `logit_bias` had an effect. So everything that is not in the tables below is an error, with two
+A field that a server ignores silently is worse than one that it refuses: the client believes that its penalty or its
+`tools` had an effect. So everything that is not in the tables below is an error, with two
 exceptions: `null` means "not given", and so does a value that asks for nothing (`"echo": false`). `user` and its
 successors, `safety_identifier` and `prompt_cache_key`, only tell who asks, and change no answer. Further fields of a
 message are left to the model's template. A sampling parameter that is not given has the server's default
@@ -12,11 +12,13 @@ Fields: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from beyond.serving.defaults import keep_all_if_negative
+from beyond.serving.tools import HERMES, ToolFormat, Tools, for_template, parse_tools
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.params import SamplingParams, as_integer
 
@@ -54,6 +56,7 @@ class Limits:
         prompts: in one request.
         n: answers per prompt.
         stops: stop strings, which are looked for after every token; stop token ids.
+        biases: tokens with a bias.
         logprobs: alternatives per token.
     """
 
@@ -62,6 +65,7 @@ class Limits:
     prompts: int = 64
     n: int = 16
     stops: int = 16
+    biases: int = 1024
     logprobs: int = 20
 
 
@@ -81,6 +85,7 @@ class Ask:
         prompt_logprobs: the likeliest tokens to tell at every position of the prompts; None tells nothing of them.
         template_kwargs: arguments of the chat template.
         generates: whether an answer has tokens of its own; else only the prompts are asked about.
+        tools: which the model may call; None if it knows of none.
     """
 
     prompts: list
@@ -94,6 +99,7 @@ class Ask:
     prompt_logprobs: int | None = None
     template_kwargs: Mapping[str, Any] | None = None
     generates: bool = True
+    tools: Tools | None = None
 
     @property
     def scored(self) -> int | None:
@@ -110,6 +116,7 @@ SAMPLING = {
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "logit_bias",
     "stop",
     "stop_token_ids",
     "ignore_eos",
@@ -121,14 +128,14 @@ WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
 FORMS = {"response_format", "structured_outputs"}  # that answers must have
 SHARED = SAMPLING | WHO_ASKS | FORMS | {"model", "n", "stream", "stream_options", "logprobs"}
 COMPLETION_FIELDS = SHARED | {"prompt", "best_of", "echo", "prompt_logprobs"}
-CHAT_FIELDS = SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+CHAT_FIELDS = SHARED | TOOLS | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 # Values that ask for nothing: mostly the defaults of fields that are not supported, which clients send all the same.
 ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "best_of": (1,),  # or `n`
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -139,6 +146,9 @@ ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "store": (False,),
+    "background": (False,),
+    "include": ([],),
+    "truncation": ("disabled",),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
     "include_obfuscation": (False,),  # this and the next: in `stream_options`
@@ -186,17 +196,25 @@ def parse_completion(body: object, limits: Limits, defaults: Mapping[str, float]
     return ask
 
 
-def parse_chat(body: object, limits: Limits, max_model_len: int, defaults: Mapping[str, float] | None = None) -> Ask:
+def parse_chat(
+    body: object,
+    limits: Limits,
+    max_model_len: int,
+    defaults: Mapping[str, float] | None = None,
+    tool_format: ToolFormat | None = HERMES,
+) -> Ask:
     """Check the body of `/v1/chat/completions`.
 
     Args:
         max_model_len: how long an answer may be if neither the request nor `defaults` say it.
         defaults: sampling parameters for those that the request does not name.
+        tool_format: how the model writes calls of tools; None if it was not trained to.
 
     Raises:
         RequestError: a field is unknown, unsupported, of the wrong type or out of range.
     """
     fields = check_fields(body, CHAT_FIELDS)
+    tools = _tools(body, fields, tool_format)
     if "max_completion_tokens" in fields:
         if "max_tokens" in fields:
             raise RequestError("max_tokens and max_completion_tokens mean the same; give one", param="max_tokens")
@@ -213,8 +231,41 @@ def parse_chat(body: object, limits: Limits, max_model_len: int, defaults: Mappi
             raise RequestError(
                 f"the role of a message is one of {', '.join(ROLES)}, got {shown(role)}", param="messages"
             )
-    ask = _ask([fields["messages"]], fields, params, limits, is_chat=True)
-    return replace(ask, template_kwargs=template_kwargs(fields))
+    ask = _ask([conversation(fields["messages"])], fields, params, limits, is_chat=True)
+    arguments = template_kwargs(fields)
+    if tools is not None:
+        if "tools" in (arguments or {}):
+            raise RequestError("tools and chat_template_kwargs both have tools; give one", param="tools")
+        arguments = {**(arguments or {}), "tools": tools.shown}
+    return replace(ask, template_kwargs=arguments, tools=tools)
+
+
+def _tools(body: Any, fields: dict[str, Any], tool_format: ToolFormat | None) -> Tools | None:
+    """Read the fields of tools; where they say how the answer must look, `fields` gets that form."""
+    try:
+        tools = parse_tools(body, tool_format)  # not of `fields`: "none" asks for something if there are tools
+    except ValueError as error:
+        raise _refused_field(error) from None
+    for name in FORMS & set(fields) if tools is not None else ():
+        raise RequestError(
+            f'{name} cannot be combined with tools; ask for the form with "tool_choice": "none"', param=name
+        )
+    if tools is not None and tools.grammar is not None:
+        fields["structured_outputs"] = {"grammar": tools.grammar}
+    return tools
+
+
+def conversation(messages: list) -> list:
+    """Return messages as chat templates expect them; `RequestError` for calls of tools that are not what they say."""
+    try:
+        return for_template(messages)
+    except ValueError as error:
+        raise _refused_field(error) from None
+
+
+def _refused_field(error: ValueError) -> RequestError:
+    """Turn an error that begins with a field, or a place in it, into its refusal."""
+    return RequestError(str(error), param=re.split(r"\W", str(error), maxsplit=1)[0])
 
 
 def check_fields(body: object, known: set[str]) -> dict[str, Any]:
@@ -258,12 +309,12 @@ def _sampling_params(
     fields: Mapping[str, Any], limits: Limits, logprobs: int | None, defaults: Mapping[str, float]
 ) -> SamplingParams:
     boolean(fields, "ignore_eos")
-    for name in ("stop", "stop_token_ids"):
+    for name, most in (("stop", limits.stops), ("stop_token_ids", limits.stops), ("logit_bias", limits.biases)):
         values = fields.get(name)
-        if isinstance(values, dict):  # which would be read as the list of its names
+        if isinstance(values, dict) and name != "logit_bias":  # which would be read as the list of its names
             raise RequestError(f"{name} must be a list, got {shown(values)}", param=name)
-        if isinstance(values, list) and len(values) > limits.stops:
-            raise RequestError(f"{name} has {len(values)} entries; at most {limits.stops} are allowed", param=name)
+        if isinstance(values, (list, dict)) and len(values) > most:
+            raise RequestError(f"{name} has {len(values)} entries; at most {most} are allowed", param=name)
     given = {name: keep_all_if_negative(name, fields[name]) for name in SAMPLING & set(fields)}
     values = {**defaults, **given}
     if (seed := _integer(fields, "seed", -(2**63), 2**64 - 1)) is not None:  # OpenAI's are signed; the engine's are not

@@ -24,6 +24,7 @@ from beyond.serving.app import Api
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.live_view import LiveView
 from beyond.serving.protocol import Limits
+from beyond.serving.reasoning import ChatOptions
 from beyond.serving.remote_engine import EngineDied, RemoteLLM, RemoteLoop
 from stage_e_batching.llm import LLM
 
@@ -130,6 +131,8 @@ async def serve(
     max_connections: int = 4096,
     origins: Sequence[str] = (),
     write_log: Callable[[str], None] | None = None,
+    chat: ChatOptions | None = None,
+    tool_call_parser: str = "auto",
     on_ready: Callable[[Server, int], None] | None = None,
 ) -> None:
     """Serve an engine over HTTP until a signal ends it. The arguments not named here are those of `Api`.
@@ -149,7 +152,8 @@ async def serve(
     """
     listening = listen(host, port)  # before the engine's thread begins
     async_llm = AsyncLLM(llm, max_queue)
-    api = Api(async_llm, model, limits or Limits(), api_key, defaults or {}, hosts, write_log)
+    parts = write_log, chat, tool_call_parser
+    api = Api(async_llm, model, limits or Limits(), api_key, defaults or {}, hosts, *parts)
     view = LiveView(api) if page else None
     config = uvicorn.Config(
         with_origins(api.app(view.routes() if view else ()), origins),

@@ -13,7 +13,10 @@ Who guesses is the host's decision, from the tokens that it knows: one token les
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from beyond.speculation.drafts import Drafter, SpeculationCounters, promising, without_rows
+from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import DraftRows
 from beyond.speculation.sequence import WRONG, SpeculativeSequence
 from stage_e_batching.parts import Sampled
@@ -100,6 +103,23 @@ class DeviceDrafts:
     def forget(self) -> None:
         self._promised, self._arrived = [], {}
         self._rows.forget()
+
+
+class Known(Protocol):
+    """An answer of which the host knows all tokens, also those that its sequence does not have yet."""
+
+    sequence: Any  # a SpeculativeSequence
+    token_ids: list[int]
+    memory: Any  # what the look-up keeps of it
+
+
+def guess_of_table(drafter: NgramDrafter, answer: Known, count: int) -> list[int]:
+    """Return the guesses that the device makes for this many rows behind an answer's last token, as `TokenTable` does.
+
+    Where it looks up nothing it guesses the last token again; past the last token of all it repeats the row of that.
+    """
+    draft = drafter.draft(answer) or [answer.token_ids[-1]] * count
+    return draft[: max(0, min(count, answer.sequence.max_total_tokens - 1 - len(answer.token_ids)))]
 
 
 def _rows_of_guesses(step: ScheduledStep) -> dict[int, SpeculativeSequence]:

@@ -3,13 +3,15 @@
 The small model has a KV cache of its own with as many blocks, so one block table serves both: position 70 of a sequence
 is stored in the same slot of both pools. It needs no scheduler and no block manager: it runs whatever tokens it has not
 seen yet, then one token after the other, on stage F's runner. A guess is sampled with the noise that the large model's
-sampler will use for the same token, so the two agree as often as their scores do, also at temperature 1.
+sampler will use for the same token, so the two agree as often as their scores do, also at temperature 1. Where the
+answer must have a form, the small model's tokens are constrained too: it goes back to the certain tokens each time.
 
 What its KV cache holds can make a guess wrong, and never an answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,10 +66,11 @@ class ModelDrafter:
     Args:
         runner: the small model's, with a `FollowingBatch` and blocks as large as the large one's.
         options: the limits of a step, and the longest draft.
+        rewind: let the small model's grammars forget what they accepted behind the tokens that a sequence has.
     """
 
-    def __init__(self, runner: StepRunner, options: Options) -> None:
-        self._runner = runner
+    def __init__(self, runner: StepRunner, options: Options, rewind: Callable[[SpeculativeSequence], None]) -> None:
+        self._runner, self._rewind = runner, rewind
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._num_tokens = options.num_speculative_tokens
 
@@ -86,6 +89,7 @@ class ModelDrafter:
             sequence.memory = Followed(sequence.block_table)
         for sequence in sequences:
             sequence.memory.catch_up(sequence.token_ids)
+            self._rewind(sequence)
         # Guess i is launched before guess i - 1 is fetched: it finds that one on the device.
         guessing, launched = sequences, self._launch_known(sequences, new)
         for i in range(1, 1 + max(len(sequence.draft) for sequence in sequences)):

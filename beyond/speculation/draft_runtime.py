@@ -6,6 +6,7 @@ import torch
 
 from beyond.options import Options
 from beyond.speculation.draft_model import FollowingBatch, ModelDrafter
+from beyond.structured.constraints import Constraints
 from stage_a_naive.checkpoints.loading import ModelSource, resolve
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_d_paged.config import ModelConfig
@@ -58,12 +59,13 @@ def load_draft(source: ModelSource, options: Options, runtime: Runtime, dtype: t
     return load_runtime(source, plain, runtime.device, dtype, seed, patch=choose_layers)
 
 
-def make_drafter(drafting: Runtime, kv_cache: KVCache, options: Options) -> ModelDrafter:
-    """Make what guesses with a small model that is loaded."""
+def make_drafter(drafting: Runtime, kv_cache: KVCache, options: Options, constraints: Constraints) -> ModelDrafter:
+    """Make what guesses with a small model that is loaded; `constraints` are those of its own tokens."""
     plain = options.stage_f(tensor_parallel_size=1, max_num_penalty_seqs=1)  # what it samples are guesses
     limits = plain.max_num_seqs, drafting.max_model_len, drafting.block_size
     batch = FollowingBatch(drafting.config.vocab_size, *limits)
-    return ModelDrafter(compose_runner(drafting, kv_cache, make_sampler(drafting, plain), plain, batch), options)
+    runner = compose_runner(drafting, kv_cache, make_sampler(drafting, plain, constraints), plain, batch)
+    return ModelDrafter(runner, options, constraints.rewind)
 
 
 def make_pools(runtime: Runtime, drafting: Runtime, options: GraphOptions) -> tuple[KVCache, KVCache]:

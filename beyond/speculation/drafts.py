@@ -17,9 +17,9 @@ rounding of a step with another number of rows.)
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from beyond.speculation.options import MAX_SPECULATING
 from beyond.speculation.rows import DraftRows
@@ -46,6 +46,20 @@ class Drafter(Protocol):
         ...
 
 
+Shorten = Callable[[SpeculativeSequence, list[int]], None]
+
+
+class Draft(Protocol):
+    """An answer whose sequence has a draft."""
+
+    sequence: Any  # a SpeculativeSequence
+
+
+def draft_of(answer: Draft, count: int) -> list[int]:
+    """Return the guesses that run in this many rows behind an answer's last token: the host made them."""
+    return answer.sequence.draft
+
+
 @dataclass
 class SpeculationCounters(Counters):
     """Totals since the engine was made."""
@@ -62,11 +76,15 @@ class HostDrafts:
         drafter: makes the guesses.
         rows: of the steps that verify them.
         counters: count them.
+        shorten: end a guess where it may not go on; None where guesses are made later.
     """
 
-    def __init__(self, drafter: Drafter, rows: DraftRows, counters: SpeculationCounters) -> None:
+    def __init__(
+        self, drafter: Drafter, rows: DraftRows, counters: SpeculationCounters, shorten: Shorten | None = None
+    ) -> None:
         self.drafter = drafter
         self._rows = rows
+        self._shorten = shorten
         self._counters = counters
         self._proposed: list[SpeculativeSequence] = []  # they have a draft, for the step that is under way
         self._verified: dict[SpeculativeSequence, int] = {}  # in that step, with their tokens before it
@@ -88,6 +106,8 @@ class HostDrafts:
         for sequence in decoding:
             sequence.draft = [] if sequence.is_pausing else self.drafter.draft(sequence)
             del sequence.draft[sequence.longest_draft :]
+            if sequence.draft and self._shorten is not None:
+                self._shorten(sequence, sequence.draft)
         self._proposed = [sequence for sequence in decoding if sequence.draft]
         return bool(self._proposed)
 

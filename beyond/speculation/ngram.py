@@ -9,6 +9,7 @@ look-up on the device is `TokenTable.guess`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from beyond.speculation.sequence import SpeculativeSequence
 
@@ -23,6 +24,15 @@ class NgramIndex:
     num_tokens: int = 0  # that are entered
 
 
+class Text(Protocol):
+    """Tokens, and what a drafter keeps of them."""
+
+    memory: Any
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+
 class NgramDrafter:
     """Looks the last tokens of a sequence up in what came before them.
 
@@ -35,11 +45,11 @@ class NgramDrafter:
         self._num_tokens = num_tokens
         self._size = size
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+    def has_draft(self, sequence: Text) -> bool:
         """Whether the tokens known now have come up before."""
         return self._find(sequence) is not None
 
-    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+    def draft(self, sequence: Text) -> list[int]:
         """Guess the next tokens; none where the last ones are new.
 
         Where the earlier occurrence runs into the guess itself, it goes on in the guess: `a b a b a` -> `b a b a`.
@@ -56,7 +66,7 @@ class NgramDrafter:
     def complete(self, sequences: list[SpeculativeSequence]) -> None:
         """Do nothing: `draft` returned the guesses themselves."""
 
-    def _find(self, sequence: SpeculativeSequence) -> int | None:
+    def _find(self, sequence: Text) -> int | None:
         """Return the position behind the latest earlier occurrence of the last tokens; None if they are new.
 
         The last n-gram is looked up before it is entered: nothing follows it yet.

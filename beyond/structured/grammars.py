@@ -1,9 +1,9 @@
 """Grammars: what a request wants its answer to look like, compiled by a library, once per form and beside the steps.
 
-A *grammar* says which texts are answers. A *matcher* is at one point of one text of a grammar and does two things: it
-fills in a mask of the tokens that may come next, and it accepts the token that came. The library is llguidance, which
-reads all forms (JSON schema, regular expression, grammar), reports what it cannot do, and works without Python's lock.
-Only this file knows it: another one would be another `Matcher` and another `compile_form`.
+A *grammar* says which texts are answers. A *matcher* is at one point of one text of a grammar, and accepts the token
+that came. `Masks` fills in which tokens may come next, of all answers of a step. The library is llguidance, which reads
+all forms (JSON schema, regular expression, grammar), reports what it cannot do, and works without Python's lock. Only
+this file knows it: another one would be another `Matcher`, another `Masks` and another `compile_form`.
 
 Compiling takes milliseconds to seconds, so a thread does it. A request waits for its own form; the batch for none.
 """
@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from beyond.structured.schemas import first_refused
 from stage_a_naive.checkpoints.loading import ModelSource, eos_token_ids, load_tokenizer
 from stage_a_naive.contract.structured_outputs import GrammarError, StructuredOutputs
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.step import BatchSequence
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MOST_CHARACTERS = 1 << 16  # of a form
 MOST_FORMS = 256  # compiled ones that are kept
@@ -45,29 +46,66 @@ class Matcher:
     """
 
     def __init__(self, state: LLMatcher) -> None:
-        self._state = state
+        self.state = state
 
-    def fill(self, mask: np.ndarray) -> None:
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Go on by tokens, to the end of the answer; what comes behind it is ignored. Returns by how many."""
+        for i, token_id in enumerate(token_ids):
+            if self.state.is_stopped():
+                return i
+            self.state.consume_token(token_id)
+        return len(token_ids)
+
+    def roll_back(self, num_tokens: int) -> bool:
+        """Take tokens back that were accepted last; returns False where that cannot be done."""
+        return not self.state.is_error() and (num_tokens == 0 or self.state.rollback(num_tokens))
+
+    def count_allowed(self, token_ids: list[int]) -> int:
+        """Return how many of these tokens, from the first on, may come next."""
+        return self.state.validate_tokens(token_ids)
+
+
+class Masks:
+    """Fills the masks of many answers at once, on several cores and without Python's lock.
+
+    Args:
+        num_threads: of the library's own; more than there are cores gain nothing.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor(self._num_threads)
+
+    def fill(self, answers: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> dict[int, GrammarError]:
         """Write which tokens may come next: bit i % 32 of word i // 32 is 1 if token i may.
 
         Args:
-            mask: int32 `[ceil(vocab / 32)]`, contiguous.
+            answers: matcher, its row, and a draft of its next tokens. The row behind that of a guess has the mask of
+                the token that would follow; behind a guess that is forbidden, rows stay as they are.
+            masks: int32 `[rows, ceil(vocab / 32)]`, contiguous.
 
-        Raises:
-            GrammarError: the grammar has become too complex, or allows no token.
+        Returns:
+            why an answer cannot go on, by its row: its grammar has become too complex, or allows no token.
         """
-        self._state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._state.is_error():
-            raise GrammarError(f"structured_outputs: the answer cannot go on ({_reason(self._state)})")
-        if not mask.any():
-            raise GrammarError("structured_outputs: no token of the vocabulary can come next")
-
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens. What comes behind the end of an answer is ignored."""
-        for token_id in token_ids:
-            if self._state.is_stopped():
-                return
-            self._state.consume_token(token_id)
+        plain = [(matcher.state, row) for matcher, row, draft in answers if not draft]
+        drafts = [(matcher.state, row, draft) for matcher, row, draft in answers if draft]
+        place = masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *place)
+        if drafts:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafts, *place)
+        errors = {}
+        for matcher, row, _ in answers:
+            if matcher.state.is_error():
+                errors[row] = GrammarError(f"structured_outputs: the answer cannot go on ({_reason(matcher.state)})")
+            elif not masks[row].any():
+                errors[row] = GrammarError("structured_outputs: no token of the vocabulary can come next")
+        return errors
 
 
 class Grammars:
@@ -80,6 +118,7 @@ class Grammars:
 
     def __init__(self, source: ModelSource, vocab_size: int) -> None:
         self._source, self._vocab_size = source, vocab_size
+        self.num_words = -(-vocab_size // 32)  # int32 of a mask
         self._compiled: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -122,7 +161,7 @@ class Grammars:
     def _compile(self, form: StructuredOutputs) -> LLMatcher:
         state = compile_form(form, self._tokens)
         # The first masks make most of the library's tables: not in a step, but here.
-        trial, mask = state.deep_copy(), np.zeros(-(-self._vocab_size // 32), np.int32)
+        trial, mask = state.deep_copy(), np.zeros(self.num_words, np.int32)
         trial.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         allowed = allowed[~np.isin(allowed, self._tokens.eos_tokens)]
@@ -150,8 +189,8 @@ def compile_form(form: StructuredOutputs, tokens: LLTokenizer) -> LLMatcher:
         raise GrammarError(f"structured_outputs: the {form.kind} has {size}")
     try:
         if form.kind in ("json", "json_object"):
-            text = form.text or '{"type": "object"}'
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+            schema = form.text or '{"type": "object"}'
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
         elif form.kind == "regex":
             grammar = LLMatcher.grammar_from_regex(form.text)
         elif form.kind == "choice":
@@ -159,12 +198,18 @@ def compile_form(form: StructuredOutputs, tokens: LLTokenizer) -> LLMatcher:
             grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
         else:
             grammar = LLMatcher.grammar_from_lark(any_to_lark(form.text))
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"structured_outputs: the {form.kind} cannot be compiled ({_first_line(error)})") from None
+    except Exception as error:  # what the library's readers of texts raise is not documented
+        raise _cannot_compile(form, _first_line(error)) from None
     state = LLMatcher(tokens, grammar, log_level=0)
     if state.is_error():
-        raise GrammarError(f"structured_outputs: the {form.kind} cannot be compiled ({_reason(state)})")
+        raise _cannot_compile(form, _reason(state))
     return state
+
+
+def _cannot_compile(form: StructuredOutputs, reason: str) -> GrammarError:
+    part = first_refused(json.loads(form.text)) if form.kind == "json" else None
+    place = f" at {part.pointer}" if part and part.pointer else ""
+    return GrammarError(f"structured_outputs: the {form.kind}{place} cannot be compiled ({reason})")
 
 
 def _reason(state: LLMatcher) -> str:

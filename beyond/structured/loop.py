@@ -27,8 +27,9 @@ def then(a: tuple, b: tuple) -> tuple:
     return DEAD if DEAD in (a, b) else b if a == DONE else ("then", a, b)
 
 
-def either(a: tuple, b: tuple) -> tuple:
-    return b if a == DEAD else a if b in (DEAD, a) else ("either", a, b)
+def either(*states: tuple) -> tuple:
+    branches = {branch for state in states for branch in (state[1:] if state[0] == "either" else [state])} - {DEAD}
+    return ("either", *sorted(branches)) if len(branches) > 1 else branches.pop() if branches else DEAD
 
 
 def parse(chars: deque) -> tuple:

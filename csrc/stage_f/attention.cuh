@@ -2,8 +2,8 @@
 // each in turn, up to 8 query heads at once (flash attention's running maximum and sum, Dao et al. 2022).
 //
 // The warps' results are merged in shared memory. A block publishes its part normalised, with the logarithm of the sum
-// that it was divided by. Every warp that multiplies with the result in the output projection merges the up to four
-// parts itself (merge_parts in hand_off.cuh; flash-decoding): one hand-off instead of two.
+// that it was divided by; of a long context a part is several blocks' pieces, and the first of them merges. Every warp that multiplies with the result in the output projection merges the up to four
+// parts itself (merge_parts in attention_parts.cuh; flash-decoding): one hand-off instead of two.
 #pragma once
 
 #include "stage_f/attention_chunk.cuh"
@@ -119,12 +119,37 @@ __device__ __forceinline__ void leave(const W& w, const Attended& out) {
   if (q == 0) *reinterpret_cast<float2*>(at + kHeadDim) = make_float2(out.largest, sum);
 }
 
+// Merges the pieces of a part: of 4 dimensions of a head this block's, and those that the other blocks have published.
+template <typename W>
+__device__ __forceinline__ Quad merge_pieces(W& w, const AttentionItem& item, int unit, const Quad& own) {
+  const int stride = row_table(w)[kPartsOfRows] * w.step.rows * kKvHeads;  // from one piece's block to the next one's
+  Quad quads[W::kPieces] = {own};
+#pragma unroll
+  for (int piece = 1; piece < W::kPieces; ++piece) quads[piece].extra = __float_as_uint(-INFINITY);
+  wait_words(w, [&] {
+    bool ready = true;
+#pragma unroll
+    for (int piece = 1; piece < W::kPieces; ++piece)
+      if (piece < item.pieces && quads[piece].flag != w.flag)
+        quads[piece] = peek_quad(piece_place(w, blockIdx.x + piece * stride) + unit);
+#pragma unroll
+    for (int piece = 1; piece < W::kPieces; ++piece)
+      ready = ready && (piece >= item.pieces || quads[piece].flag == w.flag);
+    return ready;
+  });
+  float logarithm;
+  const uint2 merged = merge_parts(quads, item.pieces, &logarithm);
+  return {merged.x, merged.y, __float_as_uint(logarithm), w.flag};
+}
+
 // Adds up the block's warps: a thread 4 dimensions of one head, which it publishes with the logarithm of their sum.
 template <typename W>
 __device__ __forceinline__ void merge_warps(W& w, const AttentionItem& item) {
+  constexpr int kUnits = kGroup * kHeadDim / 4;
   const int warps = min(item.stride, item.end - item.begin);
 #pragma unroll 1
-  for (int unit = w.thread; unit < kGroup * kHeadDim / 4; unit += kWorkers) {
+  for (int first = w.warp * 32; first < kUnits; first += kWorkers) {  // whole warps: they may wait for other blocks
+    const int unit = min(first + w.lane, kUnits - 1);
     const int g = unit / (kHeadDim / 4), column = unit % (kHeadDim / 4) * 4;
     float2 state[kWarps];
     float4 value[kWarps];
@@ -151,16 +176,21 @@ __device__ __forceinline__ void merge_warps(W& w, const AttentionItem& item) {
       x[3] += weight * value[i].w;
     }
     const float inverse = __fdividef(1.0f, sum);
-    publish_quad(part_place(w, item.row, item.part) + (item.kv_head * kGroup + g) * (kHeadDim / 4) + column / 4,
-                 {pack_pair<T>(x[0] * inverse, x[1] * inverse), pack_pair<T>(x[2] * inverse, x[3] * inverse),
-                  __float_as_uint(largest + log2_approx(sum)), w.flag});
+    Quad quad = {pack_pair<T>(x[0] * inverse, x[1] * inverse), pack_pair<T>(x[2] * inverse, x[3] * inverse),
+                 __float_as_uint(largest + log2_approx(sum)), w.flag};
+    Quad* place = part_place(w, item.row, item.part) + item.kv_head * kUnits + unit;
+    if constexpr (W::kPieces > 1) {
+      if (item.piece > 0) place = piece_place(w, blockIdx.x) + unit;
+      else if (item.pieces > 1) quad = merge_pieces(w, item, unit, quad);
+    }
+    publish_quad(place, quad);
   }
 }
 
 // The items that fall to this block.
 template <typename W>
 __device__ __forceinline__ void attention_phase(W& w, int layer, const LayerWeights& weights) {
-  const int items = row_table(w)[3 * kMaxDecodeRows];
+  const int items = row_table(w)[kItems];
 #pragma unroll 1
   for (int index = blockIdx.x; index < items; index += kGrid) {
     const bool first = index < kGrid;  // the warp's first item is the same in every layer: prepared once

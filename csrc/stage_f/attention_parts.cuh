@@ -6,15 +6,18 @@
 namespace six_engines {
 
 // What one block attends to: chunks [begin, end) of 16 cached tokens, its warps one each in turn. This step's own token
-// belongs to the last part, and there to the last warp, which has no chunks.
+// belongs to the last item, and there to the last warp, which has no chunks.
 struct AttentionItem {
   int exists, row, kv_head, part, begin, end, context;
-  int last, stride;             // whether this is the last part; warps that have chunks
+  int piece, pieces;            // of the part: the block of the first merges them
+  int last, stride;             // whether this is the row's last item; warps that have chunks
   long long cell, second_cell;  // of the warp's first two chunks, see chunk_cell; the second: of the new token's key
 };
 static_assert(sizeof(AttentionItem) <= 64, "kItemsAt has 64 bytes for each");
 
-// Per row in shared memory: context length (0 for a padding row), chunks per part, parts.
+// Per row in shared memory: context length (0 for a padding row), chunks per item, parts, pieces of each; and then items
+// of the step, and most parts of a row.
+constexpr int kItems = 4 * kMaxDecodeRows, kPartsOfRows = kItems + 1;
 template <typename W>
 __device__ __forceinline__ const int* row_table(const W& w) { return w.template shared<int>(W::At::kRowsAt); }
 
@@ -22,6 +25,12 @@ __device__ __forceinline__ const int* row_table(const W& w) { return w.template 
 template <typename W>
 __device__ __forceinline__ Quad* part_place(const W& w, int row, int part) {
   return reinterpret_cast<Quad*>(w.words + kPartsAt) + (row * kMaxParts + part) * (kAttentionColumns / 4);
+}
+
+// Where a block leaves a piece that is not the first of its part.
+template <typename W>
+__device__ __forceinline__ Quad* piece_place(const W& w, int block) {
+  return reinterpret_cast<Quad*>(w.words + kPiecesAt) + block * (kGroup * kHeadDim / 4);
 }
 
 // Elements from the beginning of a layer's keys to this KV head's key of the chunk's first token. (A chunk never
@@ -42,15 +51,18 @@ __device__ __forceinline__ AttentionItem attention_item(const W& w, int index) {
   AttentionItem item{};
   item.kv_head = index % kKvHeads;
   item.row = index / kKvHeads % w.step.rows;
-  item.part = index / kKvHeads / w.step.rows;
+  item.part = index / kKvHeads / w.step.rows % rows[kPartsOfRows];
+  item.piece = index / kKvHeads / w.step.rows / rows[kPartsOfRows];
   item.context = rows[item.row];
-  item.exists = item.part < rows[2 * kMaxDecodeRows + item.row];
+  const int chunks = cached_chunks(item.context), per_item = rows[kMaxDecodeRows + item.row];
+  const int most_pieces = rows[3 * kMaxDecodeRows + item.row], items = item.context == 0 ? 0 : chunks / per_item + 1;
+  item.pieces = min(most_pieces, items - item.part * most_pieces);
+  item.exists = item.piece < item.pieces;
   if (!item.exists) return item;
-  const int chunks = cached_chunks(item.context), per_part = rows[kMaxDecodeRows + item.row];
-  item.begin = item.part * per_part;
-  item.last = item.begin + per_part > chunks;
+  item.begin = (item.part * most_pieces + item.piece) * per_item;
+  item.last = item.begin + per_item > chunks;
   item.stride = item.last ? kWarps - 1 : kWarps;
-  item.end = min(item.begin + per_part, chunks);
+  item.end = min(item.begin + per_item, chunks);
   const int first = item.begin + w.warp, second = first + item.stride;
   if (item.last && w.warp == kWarps - 1) {
     item.second_cell = (w.step.slot_mapping[item.row] * kKvHeads + item.kv_head) * kHeadDim;
@@ -187,5 +199,26 @@ struct RawValue {
     return ready;
   }
 };
+
+// Four columns of a head's attention, merged of its parts; zero without any. `logarithm`: of the sum of their weights.
+template <int kParts>
+__device__ __forceinline__ uint2 merge_parts(const Quad (&quads)[kParts], int parts, float* logarithm = nullptr) {
+  float largest = -INFINITY, sum = 0.0f, x[4] = {};
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) largest = fmaxf(largest, __uint_as_float(quads[part].extra));
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const float weight = part < parts ? exp2_approx(__uint_as_float(quads[part].extra) - largest) : 0.0f;
+    const float2 low = unpack_pair<T>(quads[part].low), high = unpack_pair<T>(quads[part].high);
+    sum += weight;
+    x[0] += weight * low.x;
+    x[1] += weight * low.y;
+    x[2] += weight * high.x;
+    x[3] += weight * high.y;
+  }
+  if (logarithm != nullptr) *logarithm = largest + log2_approx(sum);
+  const float inverse = parts > 0 ? __fdividef(1.0f, sum) : 0.0f;
+  return make_uint2(pack_pair<T>(x[0] * inverse, x[1] * inverse), pack_pair<T>(x[2] * inverse, x[3] * inverse));
+}
 
 }  // namespace six_engines

@@ -142,26 +142,6 @@ __device__ __forceinline__ void receive_pairs(W& w, Activations<kKind> (&act)[kS
   }
 }
 
-// Four columns of a head's attention, merged of its parts; zero without any.
-template <int kParts>
-__device__ __forceinline__ uint2 merge_parts(const Quad (&quads)[kParts], int parts) {
-  float largest = -INFINITY, sum = 0.0f, x[4] = {};
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) largest = fmaxf(largest, __uint_as_float(quads[part].extra));
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float weight = part < parts ? exp2_approx(__uint_as_float(quads[part].extra) - largest) : 0.0f;
-    const float2 low = unpack_pair<T>(quads[part].low), high = unpack_pair<T>(quads[part].high);
-    sum += weight;
-    x[0] += weight * low.x;
-    x[1] += weight * low.y;
-    x[2] += weight * high.x;
-    x[3] += weight * high.y;
-  }
-  const float inverse = parts > 0 ? __fdividef(1.0f, sum) : 0.0f;
-  return make_uint2(pack_pair<T>(x[0] * inverse, x[1] * inverse), pack_pair<T>(x[2] * inverse, x[3] * inverse));
-}
-
 // This lane's part of the attention, merged of the parts that blocks have published: a batch of chunks.
 template <Kind kKind, int kBatch, typename W, int kSets>
 __device__ __forceinline__ void receive_attended(W& w, Activations<kKind> (&act)[kSets]) {

@@ -9,7 +9,8 @@
 //   * no barrier over the grid: every value that crosses multiprocessors is handed off through L2 in a word beside a
 //     flag (step and layer), and its reader polls the word until it has the flag that it expects (primitives.cuh).
 //
-// One layer is five hand-offs: hidden -> QKV -> parts of the attention -> hidden -> MLP activation -> hidden.
+// One layer is five hand-offs: hidden -> QKV -> parts of the attention -> hidden -> MLP activation -> hidden. A sixth,
+// pieces of a part -> the part, pays with long contexts.
 //
 // With small models the time of a layer is neither arithmetic nor bandwidth. It is the length of one warp's path
 // through it: instructions that wait for each other, and five hand-offs, each a store to L2 and a load from there.
@@ -20,8 +21,9 @@
 // even and odd layers. Before a block writes layer l + 2 into a copy, it has read the hidden state that layer l + 1
 // ends with. That is made of the whole MLP activation of layer l + 1. Every block owns a part of this activation, and
 // publishes it only after it has read everything of layer l. So no block still reads layer l. For the parts of an
-// attention one copy is enough: a block writes those of layer l + 1 after it has read that layer's QKV, which is made
-// of the whole MLP activation of layer l, and a block publishes its part of that after it has read layer l's parts.
+// attention, and their pieces, one copy is enough: a block writes those of layer l + 1 after it has read that layer's
+// QKV, which is made of the whole MLP activation of layer l, and a block publishes its part of that after it has read
+// layer l's parts, which are published after their pieces have been read.
 // The next step is another launch, and begins when all blocks of this one have ended.
 //
 // Launch: cooperative, because blocks wait for each other and must all be resident. One block fills a multiprocessor's
@@ -115,9 +117,14 @@ __device__ __forceinline__ void prepare(W& w) {
   if (w.thread < s.rows) {
     const int context = s.slot_mapping[w.thread] < 0 ? 0 : s.context_lens[w.thread];
     const int chunks = cached_chunks(context) + 1, parts = min(W::kParts, ceil_div(chunks, kWarps));
+    const int most = min(W::kPieces, max(1, kGrid / (W::kParts * s.rows * kKvHeads)));  // blocks wait for other items
+    const bool is_long = chunks > parts * kWarps * (kHandOffChunks + 1);
+    const int pieces = is_long ? min(most, ceil_div(chunks, parts * kWarps)) : 1;
+    const int per_item = ceil_div(chunks, parts * pieces), items = ceil_div(chunks, per_item);
     rows[w.thread] = context;
-    rows[kMaxDecodeRows + w.thread] = ceil_div(chunks, parts);
-    rows[2 * kMaxDecodeRows + w.thread] = context == 0 ? 0 : ceil_div(chunks, ceil_div(chunks, parts));
+    rows[kMaxDecodeRows + w.thread] = per_item;
+    rows[2 * kMaxDecodeRows + w.thread] = context == 0 ? 0 : ceil_div(items, pieces);
+    rows[3 * kMaxDecodeRows + w.thread] = pieces;
     w.token_table()[w.thread] = static_cast<int>(s.last_tokens[s.batch_slots[w.thread]]);
   }
   float* rope = w.template shared<float>(W::At::kRopeAt);
@@ -129,9 +136,13 @@ __device__ __forceinline__ void prepare(W& w) {
   }
   __syncthreads();
   if (w.thread == 0) {
-    int most = 0;
-    for (int row = 0; row < s.rows; ++row) most = max(most, rows[2 * kMaxDecodeRows + row]);
-    rows[3 * kMaxDecodeRows] = most * s.rows * kKvHeads;  // attention items
+    int parts = 1, pieces = 1;
+    for (int row = 0; row < s.rows; ++row) {
+      parts = max(parts, rows[2 * kMaxDecodeRows + row]);
+      pieces = max(pieces, rows[3 * kMaxDecodeRows + row]);
+    }
+    rows[kItems] = parts * pieces * s.rows * kKvHeads;
+    rows[kPartsOfRows] = parts;
   }
 }
 

@@ -112,12 +112,25 @@ constexpr unsigned kVectorLength = vector_length(kKind);
 constexpr int kMaxParts = 4;  // of a row's attention to one KV head; [row][part][column / 4] quads of two words
 static_assert(kMaxParts <= 4, "with one request, 8 lanes of a warp take a part: see receive_attended_alone");
 constexpr unsigned kPartsAt = words_before(kHead);
-constexpr unsigned kCandidatesAt = kPartsAt + kMaxDecodeRows * kMaxParts * kAttentionColumns / 2;
+constexpr unsigned kPiecesAt = kPartsAt + kMaxDecodeRows * kMaxParts * kAttentionColumns / 2;  // [block][as a part]
+constexpr unsigned kCandidatesAt = kPiecesAt + kGrid * kGroup * kHeadDim / 2;
 constexpr unsigned kTotalWords = kCandidatesAt + kMaxDecodeRows * kMaxBlocks * 2;
 
 // No more than there are blocks for, where the launch is compiled for more than 4 rows.
 template <int kSets>
 constexpr int kMostParts = kSets == 1 ? kMaxParts : larger(1, smaller(kMaxParts, kGrid / (kSets * 4 * kKvHeads)));
+
+// A part of a long context is cut into pieces for more blocks: the hand-off between them costs about as much as attending
+// to this many chunks, one after the other.
+constexpr int kHandOffChunks = 2;
+constexpr int kMaxPieces = 16;  // a thread holds all that it merges in registers
+constexpr int least_rows(int sets, bool alone) { return alone ? 1 : sets == 1 ? 2 : 5; }
+// One where that leaves too few registers: with it, two short contexts of Qwen3-0.6B took a tenth longer.
+template <int kSets, bool kAlone>
+constexpr int kMostPieces =
+    kHeadDim > 64 && !kAlone
+        ? 1
+        : larger(1, smaller(kMaxPieces, kGrid / (kMostParts<kSets> * kKvHeads * least_rows(kSets, kAlone))));
 
 // Shared memory of a launch of up to 4 kSets requests. The ring comes last, and takes what is left.
 constexpr int most_partials() {
@@ -142,7 +155,7 @@ struct Layout {
   static constexpr int kSumsAt = kPartialAt + 2 * kPartial;
   static constexpr int kRopeAt = kSumsAt + aligned(2 * kSets * 4 * 8 * 4);
   static constexpr int kRowsAt = kRopeAt + aligned(kSets * 4 * kHeadDim * 4);
-  static constexpr int kItemsAt = kRowsAt + aligned((4 * kMaxDecodeRows + 1) * 4);
+  static constexpr int kItemsAt = kRowsAt + aligned((5 * kMaxDecodeRows + 2) * 4);
   static constexpr int kSlicesAt = kItemsAt + aligned(kWarps * 64);
   static constexpr int kBarriersAt = kSlicesAt + aligned(kKinds * 16);
   static constexpr int kTableAt = kBarriersAt + 64 * 16;

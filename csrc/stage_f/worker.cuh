@@ -46,7 +46,7 @@ template <int kSets, bool kOneRow = false>
 struct Worker {
   using At = Layout<kSets>;
   static constexpr bool kAlone = kOneRow;
-  static constexpr int kParts = kMostParts<kSets>;
+  static constexpr int kParts = kMostParts<kSets>, kPieces = kMostPieces<kSets, kOneRow>;
   static constexpr int kRequests = kSets * 4;
   const DecodeStep& step;
   unsigned char* smem;
@@ -77,7 +77,7 @@ struct Worker {
     return reinterpret_cast<unsigned*>(words);
   }
   // The rows' tokens in shared memory, behind the row table of attention_parts.cuh.
-  __device__ __forceinline__ int* token_table() const { return shared<int>(At::kRowsAt) + 3 * kMaxDecodeRows + 1; }
+  __device__ __forceinline__ int* token_table() const { return shared<int>(At::kRowsAt) + 4 * kMaxDecodeRows + 2; }
 
   // One request of a vector [2 parities][rows][length] that is handed off through L2.
   template <int kKind>

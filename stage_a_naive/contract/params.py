@@ -10,7 +10,7 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL).
         presence_penalty: subtracted once from the logit of every token already generated.
         frequency_penalty: subtracted once per occurrence from the logit of every token already generated.
+        logit_bias: a mapping of token ids to numbers from -100 to 100, which are added to their logits before the
+            penalties: -100 keeps a token out, 100 leaves no other one. Log-probabilities are those without it.
         max_tokens: generate at most this many tokens.
         stop: strings that end the generation; the text is cut before them. None is no string.
         stop_token_ids: token ids that end the generation, besides the model's own end-of-sequence ids. None is no id.
@@ -50,6 +52,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Any = ()  # a mapping or None; once checked pairs of a token id and a number
     max_tokens: int = 64
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
@@ -129,6 +132,19 @@ def _as_ids(value: object) -> tuple[int, ...] | None:
     return None if None in ids else ids
 
 
+def _as_bias(value: Any) -> tuple[tuple[int, float], ...] | None:
+    if value is None:
+        return ()
+    if not isinstance(value, (Mapping, tuple)):
+        return None
+    try:  # JSON has ids as text
+        given = dict(value).items()
+        pairs: dict[Any, Any] = {int(i) if isinstance(i, str) else as_integer(i): as_number(bias) for i, bias in given}
+    except (TypeError, ValueError):
+        return None
+    return None if None in pairs or None in pairs.values() else tuple(pairs.items())
+
+
 RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed, and the same in words
     "temperature": (as_number, lambda v: v >= 0, "a finite number, 0 or more"),
     "top_k": (as_integer, lambda v: v >= 0, "an integer, 0 (off) or more"),
@@ -137,6 +153,11 @@ RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed,
     "repetition_penalty": (as_number, lambda v: v > 0, "a finite number above 0"),
     "presence_penalty": (as_number, lambda v: -2 <= v <= 2, "between -2 and 2"),
     "frequency_penalty": (as_number, lambda v: -2 <= v <= 2, "between -2 and 2"),
+    "logit_bias": (
+        _as_bias,
+        lambda v: all(i >= 0 and abs(bias) <= 100 for i, bias in v),
+        "token ids, 0 or more, each with a number from -100 to 100",
+    ),
     "max_tokens": (as_integer, lambda v: v >= 1, "an integer, 1 or more"),
     "stop": (_as_strings, all, "one or more non-empty strings"),
     "stop_token_ids": (_as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -48,6 +49,8 @@ def build_parser(stage: str, description: str, add_options: AddOptions | None = 
     parser = argparse.ArgumentParser(prog=f"python -m {stage}", description=description)
     parser.add_argument("--prompt", default=default_prompt(stage), help="what to ask (default: %(default)s)")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    arguments = """of the chat template, as JSON: '{"enable_thinking": false}' for Qwen3"""
+    parser.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help=arguments)
     parser.add_argument("--list-questions", action="store_true", help="list what the tutor can be asked, and end")
     model = parser.add_argument_group("model")
     sources = f"tutor | random:PRESET | a directory | a hub id; PRESET is one of {', '.join(PRESETS)}"
@@ -69,6 +72,19 @@ def build_parser(stage: str, description: str, add_options: AddOptions | None = 
     if add_options is not None:
         add_options(parser.add_argument_group("stage"))
     return parser
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read the value of an option that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f"must be a JSON object, such as '{{\"enable_thinking\": false}}', got {text!r}"
+        )
+    return value
 
 
 def run(
@@ -128,7 +144,9 @@ def _list_questions() -> None:
 
 
 def _answer(stage: Any, options: dict, idea: Idea | None) -> None:
-    prompt, raw, model = (options.pop(name) for name in ("prompt", "raw", "model"))
+    prompt, raw, model, of_template = map(options.pop, ("prompt", "raw", "model", "chat_template_kwargs"))
+    if raw and of_template:
+        raise ValueError("--raw uses no chat template; leave --chat-template-kwargs out")
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -142,8 +160,8 @@ def _answer(stage: Any, options: dict, idea: Idea | None) -> None:
     if model == "tutor" and not raw:
         _explain_unknown(prompt)
     print(f"[prompt]\n{prompt}\n\n[answer]", flush=True)
-    ask = prompt if raw else [{"role": "user", "content": prompt}]
-    [output] = (llm.generate if raw else llm.chat)(ask, params, use_tqdm=False, on_text=_print_piece)
+    prompts = prompt if raw else llm.chat_prompts([{"role": "user", "content": prompt}], of_template)
+    [output] = llm.generate(prompts, params, use_tqdm=False, on_text=_print_piece)
     print("\n" + performance_summary(llm, output, idea))
     llm.close()
 

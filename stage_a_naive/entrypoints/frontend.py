@@ -20,6 +20,7 @@ import torch
 from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
 from stage_a_naive.contract.errors import PromptTooLong, shown
+from stage_a_naive.contract.logit_bias import check_logit_bias
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
 from stage_a_naive.contract.params import SamplingParams, as_integer, check_sampling_fn
 from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
@@ -230,6 +231,8 @@ class Frontend:
         if lowest < 0 or highest >= self.vocab_size:
             outside = lowest if lowest < 0 else highest
             raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
+        if params.logit_bias:
+            check_logit_bias(index, params, self.vocab_size)
         if params.structured_outputs is not None:
             self._check_structured_outputs(index, params, sampling_fn)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)

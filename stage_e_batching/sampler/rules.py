@@ -36,6 +36,10 @@ class SamplerInput(NamedTuple, Generic[Array]):
         """Those of the first `count` rows."""
         return SamplerInput(*(array[:count] for array in self))
 
+    def at(self: SamplerInput[Tensor], places: Tensor) -> SamplerInput[Tensor]:
+        """Those of the rows `places`, int64, on the device."""
+        return SamplerInput(*(column.index_select(0, places) for column in self))
+
     @classmethod
     def empty(cls, rows: int) -> SamplerInput[np.ndarray]:
         """Arrays on the host, to be filled in."""
@@ -49,7 +53,7 @@ def rules_of(params: SamplingParams, replaced: bool, vocab_size: int, table_row:
     """Return the rules of a request, int32 `[WORDS]`.
 
     Args:
-        replaced: whether a `sampling_fn` chooses its tokens.
+        replaced: whether its tokens are chosen again behind the step, by a `sampling_fn` for example.
         table_row: its row in the table of counts, which only penalties read.
     """
     random = params.temperature > 0

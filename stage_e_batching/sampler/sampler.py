@@ -1,8 +1,8 @@
 """The sampler of one engine: what the request in each batch slot asks for, and its tokens.
 
 A step asks twice: `fill` writes what its rows ask for into the step's input, and `choose`, which a CUDA graph can hold,
-chooses the tokens on the device. What reaches beyond that (log-probabilities, a replaced `sampling_fn`) is added by
-`complete`, for steps in which some row asks for it.
+chooses the tokens on the device. What reaches beyond that (log-probabilities, a bias for tokens, a replaced
+`sampling_fn`) is added by `complete`, for steps in which some row asks for it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from stage_a_naive.contract.filters import HOTTEST, SMALLEST
+from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.noise import mix32
 from stage_a_naive.contract.outputs import Request
+from stage_d_paged.batch import upload
 from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler.logprobs import RowLogprobs, row_logprobs
 from stage_e_batching.sampler.reference import choose_tokens, count_tokens, penalised
@@ -111,7 +113,7 @@ class Sampler:
         self._temperatures[slot] = min(max(params.temperature, SMALLEST), HOTTEST) if params.temperature else 0.0
         if params.temperature:
             self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
-        replaced = sequence.request.sampling_fn is not None
+        replaced = sequence.request.sampling_fn is not None or bool(params.logit_bias)
         if self.constraints is not None:
             replaced |= self.constraints.admit(sequence)
         self._rules[slot] = rules_of(params, replaced, self._vocab_size, slot)
@@ -164,7 +166,7 @@ class Sampler:
         return ids
 
     def complete(self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray) -> SampledTokens:
-        """Add what `choose` cannot do: the tokens of rows with another sampler, and log-probabilities.
+        """Add what `choose` cannot do: the tokens of rows with a bias or another sampler, and log-probabilities.
 
         Args:
             logits: `[rows, vocab]`, as `choose` got them.
@@ -178,11 +180,15 @@ class Sampler:
         errors = None
         if (flags & REPLACED).any():
             requests = [self._requests[slot] for slot in batch_slots.tolist()]
-            errors = {}
-            if any(request is not None and request.sampling_fn is not None for request in requests):
-                errors = choose_replaced(penalised(logits, rows.rules, self.counts), requests, ids)
+            scores, errors = logits, {}
+            if biased := [row for row, request in enumerate(requests) if request.params.logit_bias]:
+                scores = add_logit_bias(logits, [request.params for request in requests])
+                [places] = upload([np.array(biased)], self._device)
+                ids.index_copy_(0, places, self._choose(scores.index_select(0, places), rows.at(places)))
+            if any(request.sampling_fn is not None for request in requests):
+                errors = choose_replaced(penalised(scores, rows.rules, self.counts), requests, ids)
             if self.constraints is not None:
-                errors |= self.constraints.choose(logits, ids, rows, batch_slots, self._choose)
+                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose)
             if (flags & PENALISED).any():
                 count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED > 0)
         asking = np.flatnonzero(flags & LOGPROBS).tolist()

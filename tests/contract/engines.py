@@ -264,6 +264,7 @@ def mixture(seed: int, num_requests: int = 14) -> tuple[list[list[int]], list[Sa
             presence_penalty=some(0.0, 0.0, 0.5, -0.3),
             frequency_penalty=some(0.0, 0.0, 0.4, -0.2),
             logprobs=some(None, None, 0, 3, 20),
+            logit_bias=numbers.choice([{}, {}, {}, {7: 3.5, 12: -100}, {i: 100 for i in range(40, 60)}]),
             seed=numbers.getrandbits(64),
             max_tokens=numbers.randint(1, 10),
             ignore_eos=True,

@@ -16,6 +16,11 @@ BAD = {
         "prompt 1: token id 4096 is outside the vocabulary of 4096",
     ),
     "a token below 0": ([[-1]], GREEDY, "token id -1"),
+    "a bias beyond the vocabulary": (
+        ["a"],
+        SamplingParams(logit_bias={5: 1, 4096: 1}),
+        "logit_bias of prompt 0: token id 4096 is outside the vocabulary of 4096",
+    ),
     "a long prompt": ([[7] * 4096], GREEDY, r"prompt 0 has 4096 tokens; .* at most \d+ fit"),
     "one list of tokens": ([1, 2], GREEDY, "wrap it in a list"),
     "bytes": (b"abc", GREEDY, "bytes first"),

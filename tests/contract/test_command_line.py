@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from contract.engines import PACKAGES, PAGED, ROOT, options_class, python
-from stage_a_naive.checkpoints.tutor import nearest_questions, read_faq
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, nearest_questions, read_faq
 from stage_a_naive.entrypoints.cli import DEFAULT_PROMPTS, FIRST_PROMPTS, AddOptions, build_parser, default_prompt, run
 from stage_a_naive.entrypoints.progress import progress_bar
 
@@ -175,6 +175,7 @@ def test_the_questions_can_be_listed_with_open_ended_ones_and_tool_calls_apart(
         ("stage_a_naive", "--prompt=\udcff", "the prompt is not valid UTF-8: b'\\xff'"),
         ("stage_a_naive", "--temperature=-1", "temperature must be"),
         ("stage_a_naive", "--device=cuda:77", "device 'cuda"),
+        ("stage_a_naive", '--chat-template-kwargs={"a":1}', "--raw uses no chat template; leave"),
         ("stage_b_decode_step", "--matmul-precision=highest --sync-every=0", "sync_every must be None or an"),
         ("stage_b_decode_step", "--compile --no-static-cache", "compile=True needs static_cache=True"),
         ("stage_b_decode_step", "--sync-every=4 --no-async-eos", "sync_every=4 needs async_eos=True"),
@@ -189,6 +190,19 @@ def test_an_error_of_whatever_kind_is_one_line_and_an_exit_code(
 ) -> None:
     assert run(package, "", options_of(package), [*TINY, *argv.split()]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {error}")
+
+
+def test_the_chat_template_gets_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in TUTOR_PATH.glob("*.*"):
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((TUTOR_PATH / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ raise_exception('it thinks') if enable_thinking else messages[0].content }}"
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    argv = ["--model", str(tmp_path), "--max-tokens=1", "--chat-template-kwargs"]
+    assert ask(*argv, '{"enable_thinking": false}') == 0
+    assert ask(*argv, '{"enable_thinking": true}') == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("refuses the conversation: it thinks")
 
 
 def test_an_exercise_that_is_not_done_is_named_in_one_line(

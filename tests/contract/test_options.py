@@ -52,6 +52,7 @@ def test_sampling_parameters_have_vllms_names_and_these_defaults() -> None:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "logit_bias": (),
         "max_tokens": 64,
         "stop": (),
         "stop_token_ids": (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,22 @@ def test_requests_that_wait_for_a_row_of_counts_get_the_same_tokens(
     penalised = {i for i, params in enumerate(p for _, group in MIXTURES for p in group) if params.needs_penalties}
     running = [sum(entry["id"] in penalised for entry in step["sequences"]) for step in steps]
     assert max(running) == most, "no more than have a row, and never fewer without need"
+
+
+def test_a_bias_of_100_leaves_no_other_token_and_of_minus_100_keeps_it_out(llm, expected) -> None:
+    kept_out = replace(GREEDY, logit_bias=dict.fromkeys(expected[1], -100))
+    params = [GREEDY, kept_out, replace(GREEDY, logit_bias={"7": 100}), replace(SEEDED[3], logit_bias={7: 100})]
+    greedy, other, *sevens = ask(llm, PROMPTS[:1] + PROMPTS[1:2] * 3, params)
+    assert greedy == expected[0] and not set(other) & set(expected[1])
+    assert sevens == [[7] * len(one) for one in sevens]
+
+
+def test_log_probabilities_are_those_of_the_model_without_a_bias(llm) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=3)
+    biased = replace(params, logit_bias={7: 100})
+    one, other = (output["logprobs"][0] for output in llm.generate([PROMPTS[0]] * 2, [params, biased], False))
+    assert list(other) == [*list(one)[:3], 7] and other[7] < min(one.values())
+    assert {i: other[i] for i in one} == pytest.approx(one, abs=1e-4)
 
 
 @pytest.mark.needs("one process")

@@ -19,7 +19,12 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMS = [{"json": SCHEMA}, {"regex": "[A-F]: (yes|no)"}, {"choice": ["a block table", 'a "KV" cache']}, None]
-WAYS = [{"temperature": 0}, {"seed": 1, "top_p": 0.9}, {"seed": 2, "repetition_penalty": 1.2, "logprobs": 3}]
+WAYS = [
+    {"temperature": 0},
+    {"temperature": 0, "logit_bias": {37: 100, 7: -100}},
+    {"seed": 1, "top_p": 0.9},
+    {"seed": 2, "repetition_penalty": 1.2, "logprobs": 3},
+]
 PROMPT = "What is a KV cache?"
 BAD = {
     "cannot be compiled": {"regex": "(a"},

@@ -1,6 +1,7 @@
 // The chat box: a client of /v1/chat/completions like any other.
 
 import { events } from "./server.js";
+import { t } from "./words.js";
 
 const find = (id) => document.getElementById(id);
 const messages = find("messages");
@@ -36,7 +37,7 @@ async function answer() {
       }
     }
   } catch (error) {
-    show("error", error.name === "AbortError" ? "aborted" : error.message);
+    show("error", error.name === "AbortError" ? t("aborted") : error.message);
   }
   return shown;
 }

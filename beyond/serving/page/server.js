@@ -10,7 +10,7 @@ async function ask(path, body, signal) {
   const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   if (!response.ok) {
     if (response.status === 401) keyField.hidden = false;
-    throw new Error((await response.json()).error.message);
+    throw Object.assign(new Error((await response.json()).error.message), { status: response.status });
   }
   return response;
 }

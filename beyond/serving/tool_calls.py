@@ -1,0 +1,153 @@
+"""Find the calls of tools in the text of an answer, while it comes.
+
+A call is told in pieces, as OpenAI's API streams it: first its id and name, then its arguments, a piece per token. They
+are passed on as the model wrote them: their end is found by counting brackets, not by reading the JSON. An answer that
+is complete goes through the same code, in one piece. Text that may yet turn out to begin a call is held back, and what
+begins like a call but has no name is text after all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+from beyond.serving.tools import ToolFormat
+
+
+class CallParser:
+    """Reads one answer.
+
+    Args:
+        form: how the model writes calls.
+        several: whether to tell more than the first call.
+
+    Attributes:
+        num_calls: begun so far.
+    """
+
+    def __init__(self, form: ToolFormat, several: bool = True) -> None:
+        self.num_calls = 0
+        self._form = form
+        name, key = r'"name"\s*:\s*("(?:[^"\\]|\\.)*")', re.escape(json.dumps(form.key))
+        self._head = re.compile(rf"\s*\{{\s*{name}\s*,\s*{key}\s*:\s*(?=\{{)")
+        self._opening = re.compile(rf"\s*{re.escape(form.opening)}" if form.opening else r"\s*(?=\{)")
+        self._ends_call = form.closing or form.between.strip()
+        self._after_call = self._text if several else self._nothing
+        self._read = self._text
+        self._held = ""  # text that is not told yet
+        self._opened = ""  # what the call began with
+        self._depth, self._in_string, self._escaped = 0, False, False  # of the arguments so far
+        self._delta: dict[str, Any] = {}
+
+    @property
+    def has_called(self) -> bool:
+        """Whether there are calls, the last with all of its arguments."""
+        return self.num_calls > 0 and self._read != self._arguments
+
+    def feed(self, text: str, ends: bool = False) -> dict[str, Any]:
+        """Take in the next text; returns what is known now: `content`, `tool_calls`, both or neither.
+
+        Args:
+            ends: whether nothing comes behind it.
+        """
+        self._held += text
+        self._delta = {}
+        while self._read(ends):
+            pass
+        return self._delta
+
+    # Each of these reads from `_held` what belongs to it, and returns whether the next has something to read.
+
+    def _text(self, ends: bool) -> bool:
+        opening = self._opening.search(self._held) if self._form.opening else self._opening.match(self._held)
+        if opening:
+            self._tell_text(self._held[: opening.start()])
+            self._opened, self._held = opening[0], self._held[opening.end() :]
+            self._read = self._name
+            return True
+        known = len(self._held) if ends else _sure(self._held, self._form.opening)
+        if ends and self.num_calls and not self._held.strip():
+            known = 0  # white space behind the last call
+        self._tell_text(self._held[:known])
+        self._held = self._held[known:]
+        if known and not self._form.opening:  # such calls only begin an answer
+            self._read = self._rest
+        return False
+
+    def _rest(self, ends: bool) -> bool:
+        self._tell_text(self._held)
+        self._held = ""
+        return False
+
+    def _nothing(self, ends: bool) -> bool:
+        self._held = ""
+        return False
+
+    def _name(self, ends: bool) -> bool:
+        head = self._head.match(self._held)
+        if head:
+            call = {"id": f"call_{os.urandom(12).hex()}", "type": "function"}
+            self._tell_call(call, {"name": json.loads(head[1], strict=False), "arguments": ""})
+            self._held, self._read = self._held[head.end() :], self._arguments
+            return True
+        text, closing, rest = self._held.partition(self._ends_call)
+        if not (closing or ends):
+            return False
+        self._tell_text(self._opened + text + closing)
+        self._held, self._read = rest, self._text
+        return bool(closing)
+
+    def _arguments(self, ends: bool) -> bool:
+        end = self._end_of_arguments()
+        piece, self._held = self._held[:end], "" if end is None else self._held[end:]
+        if piece:
+            self._tell_call({}, {"arguments": piece})
+        if end is None:
+            return False
+        self._read = self._closing
+        return True
+
+    def _end_of_arguments(self) -> int | None:
+        for i, character in enumerate(self._held):
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = self._in_string
+            elif character == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and character in "{[]}":
+                self._depth += 1 if character in "{[" else -1
+                if not self._depth:
+                    return i + 1
+        return None
+
+    def _closing(self, ends: bool) -> bool:
+        _, closing, rest = self._held.partition(self._ends_call)
+        if closing:
+            self._held, self._read = rest, self._after_call
+        return bool(closing)
+
+    def _tell_text(self, text: str) -> None:
+        if text:
+            self._delta["content"] = self._delta.get("content", "") + text
+
+    def _tell_call(self, new: dict[str, Any], function: dict[str, str]) -> None:
+        """Tell a new call, or more arguments of the last one."""
+        self.num_calls += bool(new)
+        calls = self._delta.setdefault("tool_calls", [])
+        index = self.num_calls - 1
+        if calls and calls[-1]["index"] == index:
+            calls[-1]["function"]["arguments"] += function["arguments"]
+        else:
+            calls.append({"index": index, **new, "function": function})
+
+
+def _sure(text: str, opening: str) -> int:
+    """How many characters cannot belong to an opening, nor to the white space in front of one."""
+    for length in range(min(len(text), len(opening) - 1), 0, -1):
+        if text.endswith(opening[:length]):
+            text = text[:-length]
+            break
+    return len(text.rstrip())

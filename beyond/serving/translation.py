@@ -1,0 +1,66 @@
+"""Other APIs as translations: their requests become chats, and what a chat is answered becomes their answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from beyond.serving.answers import as_json
+from beyond.serving.event_stream import EventStream
+from beyond.serving.protocol import RequestError
+from stage_a_naive.contract.errors import shown
+
+Events = Iterable[tuple[str, dict[str, Any]]]  # the name of each, and what it says
+
+
+def translated(chat: ASGIApp, whole: Callable[[dict], dict], chunk: Callable[[dict], Events]) -> ASGIApp:
+    """Return the answer to a chat in the words of another API.
+
+    Args:
+        chat: what `Api.chat_completions` returned.
+        whole: translates a complete answer.
+        chunk: translates one chunk of a stream, or an error in its place, into events.
+    """
+    if isinstance(chat, EventStream):
+        return TranslatedStream(chat, chunk)
+    assert isinstance(chat, JSONResponse)
+    return JSONResponse(whole(json.loads(bytes(chat.body))))
+
+
+class TranslatedStream:
+    """A stream whose events are translated on their way to the client."""
+
+    def __init__(self, chat: EventStream, chunk: Callable[[dict], Events]) -> None:
+        self._chat, self._chunk = chat, chunk
+
+    @property
+    def code(self) -> str:
+        """Why it broke off; empty if it did not."""
+        return self._chat.code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_translated(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                chunks = [one.removeprefix("data: ") for one in message["body"].decode().split("\n\n")]
+                told = [event for one in chunks if one not in ("", "[DONE]") for event in self._chunk(json.loads(one))]
+                frames = [f"event: {name}\ndata: {as_json({'type': name} | event)}\n\n" for name, event in told]
+                message = {**message, "body": "".join(frames).encode()}
+            await send(message)
+
+        await self._chat(scope, receive, send_translated)
+
+
+def only_text(content: Any, types: Sequence[str], param: str) -> str:
+    """Join the parts of a content that may also be a plain text; `RequestError` for parts of no such type."""
+    parts = [{"type": types[0], "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and part.get("type") in types and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise RequestError(
+            f"{param} must be a text or a list of parts of type {types[0]}, got {shown(content)}", param=param
+        )
+    return "\n".join(part["text"] for part in parts)
