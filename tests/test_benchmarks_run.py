@@ -190,8 +190,7 @@ def test_a_runner_that_a_signal_ends_leaves_no_process(number, tmp_path):
     (tmp_path / "sleeper.py").write_text(SLEEPER.format(str(pipe)))
     engine = {"name": "x", "factory": "sleeper:LLM", "package": "sleeper"}
     job = {"kind": "timing", "engine": engine, "model": "", "device": "cpu", "dtype": "", "max_model_len": 1}
-    heeds = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)"  # whoever runs the tests may ignore it: nohup
-    program = f"{heeds}\nfrom benchmarks.worker import run_job\nrun_job({job}, 600)"
+    program = f"from benchmarks.worker import run_job\nrun_job({job}, 600)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     runner = subprocess.Popen([sys.executable, "-c", program], env=environment, cwd=ROOT)
     assert wait_for([reader], [], [], 120)[0] and os.read(reader, 1) == b"x", "the worker has begun"

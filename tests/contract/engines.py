@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -227,8 +226,6 @@ def python(*argv: str, first_on_path: Path = ROOT, **environment: str) -> subpro
         capture_output=True,
         text=True,
         check=False,
-        # a test run in the background of a shell ignores SIGINT, and a child inherits that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
