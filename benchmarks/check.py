@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engines import ENGINES
+from stage_a_naive.contract.outputs import GenerationOutput
 from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged.layers import Embedding
 
@@ -36,6 +38,7 @@ MODEL = "random:qwen2-tiny"
 BATCHED = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 64, "kvcache_block_size": 16}
 SHARED, OWN = 32, 8  # tokens of a prompt
 ANSWERS = (4, 28, 8, 12, 4, 28, 8, 12)  # tokens
+CHAT = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 
 
 class Calls:
@@ -55,6 +58,10 @@ class Calls:
             if self._engine is not None:
                 scheduler = getattr(self._engine, "scheduler", self._engine)  # stage D's engine has none
                 self.blocks = max(self.blocks, scheduler.block_manager.num_used)
+
+    def up_to(self, num_tokens: int) -> list[Counter[str]]:
+        """Of calls with at most this many tokens, which are decode steps: what was asked of PyTorch."""
+        return [counts for tokens, counts in zip(self.tokens, self.counts, strict=True) if tokens <= num_tokens]
 
     def count(self, what: str) -> None:
         if self.counts:
@@ -93,28 +100,38 @@ def prompts(first: int) -> list[list[int]]:
     return [[*shared, *(first + SHARED + OWN * i + j for j in range(OWN))] for i in range(len(ANSWERS))]
 
 
-def measure(stage: str) -> dict[str, float]:
-    """Count what a stage does for the work above."""
-    options = BATCHED if stage in "DEF" else {}
-    llm = replace(STAGES[stage], options=options).build(MODEL, "cpu", "auto")
-    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in ANSWERS]
-    llm.generate(prompts(1), params, False)  # what is done once
+def run(llm: Any, first: int, **params: float) -> tuple[list[GenerationOutput], Calls]:
+    """Answer prompts of token ids from `first` on, and count the model's calls."""
+    asked = [SamplingParams(max_tokens=count, ignore_eos=True, seed=0, **params) for count in ANSWERS]
     calls = Calls(getattr(llm, "engine", None))
     hook = register_module_forward_pre_hook(calls.begin)
     try:
         with Operators(calls), Copies(calls):
-            outputs = llm.generate(prompts(400), params, False)
+            return llm.generate(prompts(first), asked, False), calls
     finally:
         hook.remove()
+
+
+def measure(stage: str) -> dict[str, float]:
+    """Count what a stage does for the work above."""
+    options = BATCHED if stage in "DEF" else {}
+    llm = replace(STAGES[stage], options=options).build(MODEL, "cpu", "auto")
+    largest = options.get("max_num_seqs", 1)
+    try:
+        run(llm, 1, temperature=0)  # what is done once
+        outputs, calls = run(llm, 400, temperature=0)
+        sampled = run(llm, 800, **CHAT)[1] if options else None
+    finally:
         llm.close()
-    generated, largest = sum(len(output["token_ids"]) for output in outputs), options.get("max_num_seqs", 1)
-    decodes = [counts for tokens, counts in zip(calls.tokens, calls.counts, strict=True) if tokens <= largest]
+    generated, decodes = sum(len(output["token_ids"]) for output in outputs), calls.up_to(largest)
     values = {
         "model calls per generated token": len(calls.tokens) / generated,
         "tokens computed per generated token": sum(calls.tokens) / generated,
         "operators per decode step": median(counts["operators"] for counts in decodes),
     }
-    if options:
+    if sampled is not None:
+        at_chat = median(counts["operators"] for counts in sampled.up_to(largest))
+        values["operators per decode step, sampled"] = at_chat
         cached = sum(output["metrics"]["num_cached_tokens"] for output in outputs)
         values["copies from the host per decode step"] = median(counts["copies"] for counts in decodes)
         values["most blocks in use per batch slot"] = calls.blocks / largest

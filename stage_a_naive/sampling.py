@@ -14,7 +14,7 @@ generation pipeline:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,37 +29,6 @@ from stage_a_naive.contract.penalties import apply_penalties
 
 if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import Completion
-
-
-def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequence[int] | None = None) -> Tensor:
-    """Choose the next token of each request of one call.
-
-    Args:
-        logits: `[rows, vocab]`, float32.
-        completions: the answers so far, one per row, all of requests with the same `sampling_fn`.
-        steps: how many tokens each has generated; None counts those in its completion. An engine that reads tokens late
-            has chosen more than the completion knows. Penalties need them all in the completion.
-
-    Returns:
-        ids `[rows]`, int64, on the logits' device.
-
-    Raises:
-        ValueError: a replaced `sampling_fn` returned something other than one id of the vocabulary per row.
-    """
-    requests = [completion.request for completion in completions]
-    params = [request.params for request in requests]
-    if any(p.logit_bias for p in params):
-        logits = add_logit_bias(logits, params)
-    if any(p.needs_penalties for p in params):
-        prompts = [request.prompt_token_ids for request in requests]
-        logits = apply_penalties(logits, params, prompts, [completion.token_ids for completion in completions])
-    sampling_fn = requests[0].sampling_fn
-    if sampling_fn is not None:
-        # A copy: it may write to it or keep it, and log-probabilities are made of what the model said. (A compiled
-        # step writes its next logits to the same memory.)
-        return checked_ids(sampling_fn(logits.clone(), params), logits)
-    steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
-    return sample(logits, params, [request.seed for request in requests], steps)
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
@@ -80,6 +49,44 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
         else:
             chosen.append((filter_logits(row, p) + gumbel_noise(seed, step, row.numel(), row.device)).argmax())
     return torch.stack(chosen)
+
+
+def choose_tokens(
+    logits: Tensor,
+    completions: Sequence[Completion],
+    steps: Sequence[int] | None = None,
+    penalise: Callable[..., Tensor] = apply_penalties,
+    sample: Callable[..., Tensor] = sample,
+) -> Tensor:
+    """Choose the next token of each request of one call.
+
+    Args:
+        logits: `[rows, vocab]`, float32.
+        completions: the answers so far, one per row, all of requests with the same `sampling_fn`.
+        steps: how many tokens each has generated; None counts those in its completion. An engine that reads tokens late
+            has chosen more than the completion knows. Penalties need them all in the completion.
+        penalise, sample: what these two steps are; the defaults work row by row.
+
+    Returns:
+        ids `[rows]`, int64, on the logits' device.
+
+    Raises:
+        ValueError: a replaced `sampling_fn` returned something other than one id of the vocabulary per row.
+    """
+    requests = [completion.request for completion in completions]
+    params = [request.params for request in requests]
+    if any(p.logit_bias for p in params):
+        logits = add_logit_bias(logits, params)
+    if any(p.needs_penalties for p in params):
+        prompts = [request.prompt_token_ids for request in requests]
+        logits = penalise(logits, params, prompts, [completion.token_ids for completion in completions])
+    sampling_fn = requests[0].sampling_fn
+    if sampling_fn is not None:
+        # A copy: it may write to it or keep it, and log-probabilities are made of what the model said. (A compiled
+        # step writes its next logits to the same memory.)
+        return checked_ids(sampling_fn(logits.clone(), params), logits)
+    steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
+    return sample(logits, params, [request.seed for request in requests], steps)
 
 
 def checked_ids(ids: Tensor, logits: Tensor) -> Tensor:

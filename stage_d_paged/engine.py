@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from stage_a_naive.contract.logprobs import top_logprobs
-from stage_a_naive.sampling import choose_tokens
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import KVCache, MemoryReport, memory_report
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import Runtime
+from stage_d_paged.sampler import BatchSampler
 from stage_d_paged.sequence import Sequence
 
 News = list[tuple[Sequence, str]]  # sequences that got a token, each with its new text
@@ -48,6 +48,7 @@ class StaticEngine:
         self._kv_cache = kv_cache
         self._options = options
         self._batch: list[Sequence] = []
+        self._sampler = self._sampler_of([])
         self._to_prefill: deque[Sequence] = deque()  # those of the batch whose prompts have not been run
         self._midway = False  # a step has begun and not ended
         self._empty_the_pool()
@@ -126,9 +127,20 @@ class StaticEngine:
                 break
             batch.append(sequence)
         self._batch = batch
+        self._sampler = self._sampler_of(batch)
         self._to_prefill.extend(batch)
         for _ in batch:
             self.waiting.popleft()
+
+    def _sampler_of(self, batch: list[Sequence]) -> BatchSampler:
+        """Make the sampler of a batch. What its rows ask for stays the same until the batch ends."""
+        runtime = self._runtime
+        num_penalised = len(batch) if any(s.request.params.needs_penalties for s in batch) else 0
+        vocab_size = runtime.config.vocab_size
+        sampler = BatchSampler(len(batch), num_penalised, vocab_size, runtime.max_model_len, runtime.device)
+        for row, sequence in enumerate(batch):
+            sampler.enter(row, sequence.completion)
+        return sampler
 
     def _end_batch(self) -> None:
         if self._batch:
@@ -178,8 +190,10 @@ class StaticEngine:
     def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> News:
         """Give each sequence its next token, from the final state of its last: `[sequences, hidden]`."""
         logits = self._runtime.model.compute_logits(hidden).float()  # [sequences, vocab]
+        row_of = {sequence: row for row, sequence in enumerate(self._batch)}
+        rows = [row_of[sequence] for sequence in sequences]
         try:
-            ids = choose_tokens(logits, [sequence.completion for sequence in sequences]).tolist()  # waits
+            ids = self._sampler.choose_for(logits, [s.completion for s in sequences], rows).tolist()  # waits
         except Exception:
             self.drop(sequences)
             raise

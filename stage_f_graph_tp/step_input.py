@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from stage_d_paged.attention import AttentionMetadata
+from stage_d_paged.sampler.rules import WORDS, Array
 from stage_e_batching.sampler import SamplerInput
-from stage_e_batching.sampler.rules import WORDS, Array
 
 MAX_VIEWS = 1024  # remembered, of thirteen arrays each, on the host and on the device
 

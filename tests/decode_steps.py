@@ -13,9 +13,9 @@ from stage_a_naive.contract.noise import mix32
 from stage_d_paged.attention import AttentionMetadata, pick_backend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
+from stage_d_paged.sampler.reference import sample_reference
+from stage_d_paged.sampler.rules import WORDS
 from stage_e_batching.sampler import SamplerInput
-from stage_e_batching.sampler.reference import sample_reference
-from stage_e_batching.sampler.rules import WORDS
 from stage_f_graph_tp.megakernel import Megakernel
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -10,7 +10,7 @@ import stage_f_graph_tp
 from stage_a_naive.contract.noise import mix32
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
-from stage_e_batching.sampler.reference import sample_reference
+from stage_d_paged.sampler.reference import sample_reference
 from stage_f_graph_tp.cuda_graph import Body, Recorded
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps

@@ -19,10 +19,10 @@ from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.logprobs import top_logprobs
 from stage_a_naive.contract.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams, sample
+from stage_d_paged.sampler.reference import cut_offs, penalised
+from stage_d_paged.sampler.rules import rules_of
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_e_batching.sampler import logprobs as row_logprobs
-from stage_e_batching.sampler.reference import cut_offs, penalised
-from stage_e_batching.sampler.rules import rules_of
 from stage_e_batching.step import BatchSequence
 
 pytestmark = pytest.mark.fast

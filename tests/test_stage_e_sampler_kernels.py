@@ -14,8 +14,8 @@ from stage_a_naive.contract.noise import mix32, noise_key
 from stage_a_naive.contract.params import SamplingParams
 from stage_e_batching.sampler import SamplerInput
 from stage_e_batching.sampler.kernels import RowChooser
-from stage_e_batching.sampler.reference import choose_tokens, count_tokens
-from stage_e_batching.sampler.rules import rules_of
+from stage_d_paged.sampler.reference import choose_tokens, count_tokens
+from stage_d_paged.sampler.rules import rules_of
 device = "{device}"
 torch.manual_seed(0)
 choice = random.Random(0).choice

@@ -11,7 +11,7 @@ from test_stage_f_parallel import CPU, F32, on_ranks
 from stage_a_naive.contract.filters import SMALLEST
 from stage_a_naive.contract.noise import mix32, noise_key
 from stage_d_paged.layers import Embedding
-from stage_e_batching.sampler.reference import sample_reference
+from stage_d_paged.sampler.reference import sample_reference
 from stage_f_graph_tp.tensor_parallel import RankGroup, ShardSampler
 from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
 
@@ -74,7 +74,7 @@ def test_stacking_by_the_one_shot_all_reduce_is_exact(monkeypatch):
 KERNEL_PARITY = """
 import torch
 from stage_a_naive.contract.noise import mix32, noise_key
-from stage_e_batching.sampler.reference import sample_reference
+from stage_d_paged.sampler.reference import sample_reference
 from stage_f_graph_tp.tensor_parallel import shard_sampling as reference, shard_sampling_kernels as kernels
 device = "{device}"
 torch.manual_seed(0)

@@ -20,12 +20,12 @@ from stage_a_naive.contract.filters import cut_off, distances
 from stage_a_naive.contract.penalties import apply_penalties
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import loop as stage_loop
+from stage_d_paged.sampler import reference
+from stage_d_paged.sampler.rules import rules_of
 from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
 from stage_e_batching.parts import Sampled
 from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
-from stage_e_batching.sampler import reference
-from stage_e_batching.sampler.rules import rules_of
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
 from stage_e_batching.waiting_order import ShortestFirst

@@ -20,9 +20,9 @@ from stage_a_naive.checkpoints.loading import resolve
 from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged import block_manager, runtime
 from stage_d_paged.options import EngineOptions
+from stage_d_paged.sampler import reference
+from stage_d_paged.sampler.rules import rules_of
 from stage_d_paged.sequence import Sequence
-from stage_e_batching.sampler import reference
-from stage_e_batching.sampler.rules import rules_of
 from stage_f_graph_tp import cuda_graph
 from stage_f_graph_tp.step_input import StepShape
 

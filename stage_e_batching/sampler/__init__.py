@@ -1,10 +1,10 @@
-"""Choosing tokens for many rows at once: what each request asks for, filters, penalties, noise, log-probabilities.
+"""Choosing tokens for the batch slots: recorded steps, kernels, log-probabilities, samplers of one's own.
 
-What is computed is stage A's `sample`, row by row. `sampler.py` says which row asks for what, `reference.py` computes
-it in PyTorch, `short_list_kernel.py`, `digit_kernel.py` and `kernels.py` on a GPU.
+What is computed is stage D's batch sampler, which is stage A's `sample`, row by row. `sampler.py` adds the batch slots,
+and `short_list_kernel.py`, `digit_kernel.py` and `kernels.py` compute the same on a GPU.
 """
 
-from stage_e_batching.sampler.rules import LOGPROBS, RANDOM, REPLACED, SamplerInput
+from stage_d_paged.sampler import LOGPROBS, RANDOM, REPLACED, SamplerInput
 from stage_e_batching.sampler.sampler import Constraints, SampledTokens, Sampler
 
 __all__ = ["LOGPROBS", "RANDOM", "REPLACED", "Constraints", "SampledTokens", "Sampler", "SamplerInput"]

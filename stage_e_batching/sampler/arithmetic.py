@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-import stage_e_batching.sampler.rules as rules
+import stage_d_paged.sampler.rules as rules
 from stage_a_naive.contract import filters
 
 WORDS = tl.constexpr(rules.WORDS)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stage_d_paged.sampler.rules import REPLACED, SamplerInput
 from stage_e_batching.sampler.arithmetic import (
     FILTERED,
     FLAGS,
@@ -34,7 +35,6 @@ from stage_e_batching.sampler.arithmetic import (
     load_temperature,
 )
 from stage_e_batching.sampler.digit_kernel import BINS, DIGITS, digit_kernel
-from stage_e_batching.sampler.rules import REPLACED, SamplerInput
 from stage_e_batching.sampler.short_list_kernel import BLOCK, LIST, MOST_PARTS, USUAL, short_list_kernel
 
 SPAN = 8192  # logits a program looks at, held in registers

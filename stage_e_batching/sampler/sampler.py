@@ -16,19 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_a_naive.contract.filters import HOTTEST, SMALLEST
 from stage_a_naive.contract.logit_bias import add_logit_bias
-from stage_a_naive.contract.noise import mix32
 from stage_a_naive.contract.outputs import Request
 from stage_d_paged.batch import upload
+from stage_d_paged.sampler import BatchSampler
+from stage_d_paged.sampler.reference import choose_tokens, count_tokens, penalised
+from stage_d_paged.sampler.rules import FLAGS, LOGPROBS, PENALISED, REPLACED, SamplerInput
 from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler.logprobs import RowLogprobs, row_logprobs
-from stage_e_batching.sampler.reference import choose_tokens, count_tokens, penalised
 from stage_e_batching.sampler.replaced import choose_replaced
-from stage_e_batching.sampler.rules import FLAGS, LOGPROBS, PENALISED, RANDOM, REPLACED, WORDS, SamplerInput, rules_of
 from stage_e_batching.step import BatchSequence
-
-MOST_INT16 = 2**14  # tokens of a sequence, whose count, doubled, an int16 holds
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,8 @@ class Constraints(Protocol):
         ...
 
 
-class Sampler:
-    """Chooses tokens for the sequences in the batch slots.
+class Sampler(BatchSampler):
+    """Chooses tokens for the sequences in the batch slots, which are its rows of the batch.
 
     Args:
         max_num_seqs: batch slots.
@@ -71,9 +68,6 @@ class Sampler:
         vocab_size, device: of the logits.
         max_model_len: the longest sequence.
         constraints: of tokens, for engines that have such; rows with them count as having another sampler.
-
-    Attributes:
-        counts: the table that penalties read, `[max_num_penalised, vocab]`; see `reference.py`.
     """
 
     def __init__(
@@ -85,75 +79,24 @@ class Sampler:
         device: torch.device,
         constraints: Constraints | None = None,
     ) -> None:
+        super().__init__(max_num_seqs, max_num_penalised, vocab_size, max_model_len, device)
         self.constraints = constraints
-        self._device = device
-        self._vocab_size = vocab_size
         self._requests: list[Request | None] = [None] * max_num_seqs
-        self._rules = np.zeros((max_num_seqs, WORDS), np.int32)
-        self._temperatures = np.zeros(max_num_seqs, np.float32)
-        self._seed_keys = np.zeros(max_num_seqs, np.int64)
-        dtype = torch.int16 if max_model_len < MOST_INT16 else torch.int32
-        self.counts = torch.zeros(max_num_penalised, vocab_size, dtype=dtype, device=device)
         if device.type == "cuda":
             from stage_e_batching.sampler.kernels import RowChooser  # here, because only GPUs need Triton
 
             self._choose = RowChooser(max_num_seqs, vocab_size, self.counts)
         else:
-            mixed_ids = mix32(torch.arange(vocab_size))  # the hash of every token id
-            self._choose = partial(choose_tokens, counts=self.counts, mixed_ids=mixed_ids)
-
-    # ---- the host's part ---------------------------------------------------------------------------------------
+            self._choose = partial(choose_tokens, counts=self.counts, mixed_ids=self._mixed_ids)
 
     def admit(self, sequence: BatchSequence) -> None:
         """Record what the request of an admitted sequence asks for, in its batch slot."""
-        slot, params, seed = sequence.batch_slot, sequence.request.params, sequence.request.seed
-        if params.needs_penalties:
-            self._enter(sequence)
-        self._requests[slot] = sequence.request
-        self._temperatures[slot] = min(max(params.temperature, SMALLEST), HOTTEST) if params.temperature else 0.0
-        if params.temperature:
-            self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
-        replaced = sequence.request.sampling_fn is not None or bool(params.logit_bias)
+        slot, request = sequence.batch_slot, sequence.request
+        self._requests[slot] = request
+        replaced = request.sampling_fn is not None or bool(request.params.logit_bias)
         if self.constraints is not None:
             replaced |= self.constraints.admit(sequence)
-        self._rules[slot] = rules_of(params, replaced, self._vocab_size, slot)
-
-    def _enter(self, sequence: BatchSequence) -> None:
-        """Count a sequence's tokens so far: its prompt's, and, after a preemption, those that it has generated."""
-        num_prompt_tokens = len(sequence.request.prompt_token_ids)
-        pinned = self._device.type == "cuda"
-        entries = torch.zeros(self._vocab_size, dtype=self.counts.dtype, pin_memory=pinned)
-        if output := sequence.token_ids[num_prompt_tokens:]:
-            entries += 2 * torch.bincount(torch.tensor(output), minlength=self._vocab_size)
-        entries.numpy()[sequence.request.prompt_token_ids] += 1
-        self.counts[sequence.batch_slot].copy_(entries, non_blocking=True)
-
-    def fill(self, batch_slots: np.ndarray, steps: np.ndarray, out: SamplerInput[np.ndarray]) -> int:
-        """Write what each row of a step asks for into its input on the host.
-
-        Args:
-            batch_slots: of the rows.
-            steps: how many tokens each has generated.
-            out: of as many rows. Where every row is greedy, no noise key is read, and none is made.
-
-        Returns:
-            what the rows need, all together.
-        """
-        flags = self._rules[batch_slots, FLAGS]
-        needs = int(np.bitwise_or.reduce(flags))
-        out.temperatures[:] = self._temperatures[batch_slots]
-        if needs & RANDOM:
-            out.noise_keys[:] = mix32(self._seed_keys[batch_slots] ^ steps).astype(np.uint32).view(np.int32)
-        if needs & ~RANDOM:
-            out.rules[:] = self._rules[batch_slots]
-        else:
-            out.rules[:, FLAGS] = flags
-        if needs & LOGPROBS:
-            asking = np.flatnonzero(flags & LOGPROBS)
-            out.asking[: len(asking)] = asking
-        return needs
-
-    # ---- the device's part -------------------------------------------------------------------------------------
+        self.enter(slot, sequence.completion, replaced)
 
     def choose(self, logits: Tensor, rows: SamplerInput[Tensor]) -> Tensor:
         """Choose a token for every row of `logits [rows, vocab]`, ids int64 `[rows]`, and count it for penalties."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stage_a_naive.contract.filters import HOTTEST
 from stage_a_naive.contract.noise import gumbel_from_bits, mix32
-from stage_e_batching.sampler.reference import sample_reference
+from stage_d_paged.sampler.reference import sample_reference
 from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
 
 

@@ -55,7 +55,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "not stages and not device and not ahead",
     ),
     "stage_e_batching/calls/calls.py": ("tests/test_stage_e_calls.py", "tests/test_stage_e_interrupts.py", FUZZ),
-    "stage_e_batching/sampler/reference.py": (
+    "stage_d_paged/sampler/reference.py": (
         "tests/test_stage_e_sampler.py",
         "-k",
         "not interpreter",

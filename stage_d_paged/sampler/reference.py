@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stage_a_naive.contract.filters import distances, weights
 from stage_a_naive.contract.noise import gumbel_from_bits, mix32
-from stage_e_batching.sampler.rules import (
+from stage_d_paged.sampler.rules import (
     FARTHEST,
     FILTERED,
     FLAGS,

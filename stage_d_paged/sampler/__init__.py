@@ -1,0 +1,10 @@
+"""Choosing tokens for a whole batch: stage A's `sample`, in as many operators for 256 rows as for one.
+
+`rules.py` writes what a row asks for in numbers, `reference.py` computes with them in PyTorch, and `batch_sampler.py`
+keeps them for the rows of a batch.
+"""
+
+from stage_d_paged.sampler.batch_sampler import BatchSampler
+from stage_d_paged.sampler.rules import LOGPROBS, RANDOM, REPLACED, SamplerInput
+
+__all__ = ["LOGPROBS", "RANDOM", "REPLACED", "BatchSampler", "SamplerInput"]
