@@ -2,9 +2,9 @@
 
 Each program runs its idea and what was before it on the same work, and prints as its last line
 
-    what is counted: BEFORE → AFTER [H200: what the idea is worth there]
+    what is counted: BEFORE → AFTER [MACHINE: what the idea is worth there]
 
-The H200's figures are from `benchmarks/results`; `python -m benchmarks.report` writes them (`numbers.toml`).
+The figures of other machines are from `benchmarks/results`; `python -m benchmarks.report` writes them (`numbers.toml`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROGRAMS = (
     "beyond/serving/loop.py",
 )
 ARGUMENTS = {"beyond/serving/loop.py": ["--once"]}  # without it, a server waits for clients
-LAST_LINE = re.compile(r"(?P<what>[^:]+): (?P<before>.+?) → (?P<after>.+?) \[H200: (?P<h200>.+)\]")
+LAST_LINE = re.compile(r"(?P<what>[^:]+): (?P<before>.+?) → (?P<after>.+?) \[(?P<elsewhere>.+)\]")
 
 
 def module_name(path: str) -> str:
@@ -51,23 +51,23 @@ def idea(path: str) -> str:
 
 
 def result(last_line: str) -> dict[str, str]:
-    """What a program's last line says: `what`, `before`, `after`, `h200`.
+    """What a program's last line says: `what`, `before`, `after`, `elsewhere`.
 
     Raises:
         ValueError: it is not a line of that form.
     """
     found = LAST_LINE.fullmatch(last_line)
     if not found:
-        raise ValueError(f"a program's last line is `what: before → after [H200: …]`, got {last_line!r}")
+        raise ValueError(f"a program's last line is `what: before → after [MACHINE: …]`, got {last_line!r}")
     return found.groupdict()
 
 
-def row(idea: str, lines: object, here: str, h200: str) -> str:
-    return f"{idea:46} {lines:>5}   {here:60}   {h200}"
+def row(idea: str, lines: object, here: str, elsewhere: str) -> str:
+    return f"{idea:46} {lines:>5}   {here:60}   {elsewhere}"
 
 
 def main() -> int:
-    print(row("idea", "lines", "here", "on an H200"), flush=True)
+    print(row("idea", "lines", "here", "elsewhere"), flush=True)
     for path in PROGRAMS:
         command = [sys.executable, "-m", module_name(path), *ARGUMENTS.get(path, [])]
         environment = os.environ | {"TQDM_DISABLE": "1"}  # on stderr a program says what it builds, and nothing else
@@ -77,7 +77,7 @@ def main() -> int:
         found = result(done.stdout.splitlines()[-1])
         lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
         here = f"{found['what']}: {found['before']} → {found['after']}"
-        print(row(idea(path), lines, here, found["h200"]), flush=True)
+        print(row(idea(path), lines, here, found["elsewhere"]), flush=True)
     return 0
 
 

@@ -10,9 +10,10 @@ In braces is where a measurement is: a file of `results` (several files that end
 marker of a table, and the steps to the value. A step is the key of a value, or it keeps the rows that have it as text,
 or those with `key=value`; a number counts from 0, in a text its figures; `sum` adds up. Of several samples it is the
 median. Around the braces are operators, behind the bar is a Python format, or, for words (`half<!--=c.share--> of it`),
-a range as `0.45..0.55`: then nothing is written, and a value outside it is refused.
+a range as `0.45..0.55`: then nothing is written, and a value outside it is refused. A format that ends in ` or –`
+writes a dash as long as there is no measurement.
 
-`[last lines]` has what the programs on one screen print as `[H200: …]`, by what they count. A definition, a limit and
+`[last lines]` has what the programs on one screen print in brackets, by what they count. A definition, a limit and
 a figure from elsewhere is marked `<!--=given-->`.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.results import ResultsError
 
-MARKED = re.compile(r"(?P<number>\d[\d,.]*)?(?P<marker><!--=(?P<name>[\w.]+)-->)")
+MARKED = re.compile(r"(?P<number>\d[\d,.]*|–)?(?P<marker><!--=(?P<name>[\w.]+)-->)")
 FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 ADDRESS, RANGE = re.compile(r"\{(.+?)\}"), re.compile(r"(-?[\d.]+)\.\.([\d.]+)")
 
@@ -48,11 +49,15 @@ class Numbers:
         for name in sorted(self.unused):
             part, _, own = name.partition(".")
             expression, _, form = defined[part][own].rpartition(" | ")
+            form, until_measured, _ = form.partition(" or –")
             if not RANGE.fullmatch(form) and (other := meant.setdefault(expression, name)) != name:
                 raise ResultsError(f"numbers.toml: {other} and {name} are one figure; give it one name and one format")
             try:
                 self.texts[name] = written(self.value(expression), form)
             except (LookupError, ValueError) as error:
+                if until_measured and str(error).endswith("leads to nothing"):
+                    self.texts[name] = "–"
+                    continue
                 raise ResultsError(f"numbers.toml: {name}: {error}") from error
 
     def value(self, expression: str) -> float:
@@ -94,7 +99,7 @@ class Numbers:
             return (new or match["number"] or "") + match["marker"]
 
         for counted, template in self.lines.items():
-            last_line = re.compile(rf"({re.escape(counted)}: .*\[H200: )[^\]]*")
+            last_line = re.compile(rf"({re.escape(counted)}: .*\[)[^\]]*")
             if last_line.search(text):
                 text = last_line.sub(rf"\g<1>{self.line(template)}", text)
         return MARKED.sub(number, text)
@@ -105,7 +110,7 @@ class Numbers:
             raise ResultsError(f"numbers.toml: no README has {', '.join(sorted(self.unused))}")
 
     def line(self, template: str) -> str:
-        """What a program prints of a large GPU, with the numbers of its template."""
+        """What a program prints of a measurement elsewhere, with the numbers of its template."""
         names = set(re.findall(r"\{(.+?)\}", template))
         self.unused -= names
         if missing := names - self.texts.keys():

@@ -80,6 +80,14 @@ def test_a_sentence_has_the_value_of_the_results_and_changes_with_it(tmp_path: P
     assert page_of(tmp_path, numbers, page, [ROWS[0] | {"samples": [0.0021]}, ROWS[1]]) == page.replace("0.1", "2.10")
 
 
+def test_a_dash_stands_for_a_number_until_it_is_measured(tmp_path: Path) -> None:
+    page = "| D | –<!--=f.step--> |"
+    assert page_of(tmp_path, {"step": f"{STEP.replace('a-gpu', 'b-gpu')} | .2f or –"}, page) == page
+    assert page_of(tmp_path, {"step": f"{STEP} | .2f or –"}, page) == page.replace("–", "2.00")
+    with pytest.raises(ResultsError, match="say which 'rows'"):
+        page_of(tmp_path, {"step": "{a-gpu > five > samples} | .2f or –"}, page)
+
+
 @pytest.mark.parametrize(
     ("defined", "page", "message"),
     [
@@ -108,7 +116,7 @@ def test_one_measurement_has_one_name_and_one_format(tmp_path: Path) -> None:
 
 def test_a_cell_of_a_table_and_the_last_line_of_a_program_are_figures_too(tmp_path: Path) -> None:
     table = ["**small**", "| rows | µs / × |", "|---|---:|", "| 1 | **1,200** (1.5 ×) |", "| 2 | 9 |", "", "A caption."]
-    lines = '["last lines"]\nrows = "{f.x} × less"\n[f]\nx = "{t > small > rows=1 > µs / × > 1} | .2f"'
+    lines = '["last lines"]\nrows = "H200: {f.x} × less"\n[f]\nx = "{t > small > rows=1 > µs / × > 1} | .2f"'
     (tmp_path / "n.toml").write_text(lines, encoding="utf-8")
     numbers = Numbers(tmp_path / "n.toml", [], {"t": table})
     program = 'print(f"rows: {a} → {b} [H200: 7 × less]")'
