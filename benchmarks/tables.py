@@ -6,6 +6,7 @@ A row of them is an engine, a column is a `Column`: one figure of one workload, 
 from __future__ import annotations
 
 import re
+import statistics
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,9 +70,9 @@ STAGE_COLUMNS = {
     "stage_e_batching": (STEP, BATCH, LOAD, LOAD_SHARE),
     "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
 }
-BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C", "E": "D", "F": "E"}
+BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C compiled", "E": "D", "F": "E"}
 STUDY_MARKERS = {"stage-b": "ablation", "stage-d": "sharing", "ranks": "tp", "quantization": "quantized-engine"}
-TOO_LONG = re.compile(r"would take about (\d+) s.*; the limit was (\d+) s")  # what `measure.py` says of a round
+TOO_LONG = re.compile(r"would take about .*; the limit was (\d+) s")  # what `measure.py` says of a round
 
 
 def engine_tables(groups: Sequence[Group]) -> dict[str, list[str]]:
@@ -159,10 +160,10 @@ def table(group: Group, engines: Sequence[str], columns: Sequence[Column], range
 
 def launch_cost(group: Group) -> list[str]:
     """Say what a launch costs on the machine of a group; nothing where it was not measured."""
-    costs = group.own[-1].get("launch_seconds")
+    costs = [file["launch_seconds"] for file in group.own if file.get("launch_seconds")]
     if not costs:
         return []
-    alone, in_graph = 1e6 * costs["alone"], 1e6 * costs["in_graph"]
+    alone, in_graph = (1e6 * statistics.median(cost[way] for cost in costs) for way in ("alone", "in_graph"))
     return [
         "",
         f"On this machine a kernel that does nothing takes {alone:.2f} µs when Python launches it, and "
@@ -229,8 +230,7 @@ def notes(group: Group, engines: Sequence[str], columns: Sequence[Column], langu
             if outcome in row and not row["samples"]:
                 reason = row[outcome].splitlines()[0]
                 if match := TOO_LONG.match(reason):
-                    engine_seconds = words["seconds"].format(engine, int(match[1]))
-                    too_long.setdefault((work, match[2]), []).append(engine_seconds)
+                    too_long.setdefault((work, match[1]), []).append(engine)
                 else:
                     reasons.setdefault((engine, words[outcome] + reason), []).append(work)
         first, again = (row.get("first_visit") or {}).get("tpot_ms"), group.median(engine, name, "tpot_ms")

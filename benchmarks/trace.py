@@ -95,14 +95,20 @@ def read_trace(path: Path, is_cuda: bool) -> list[Span]:
 
 
 def _innermost(events: list[dict]) -> list[dict]:
-    """Operators that compute something and call no other such operator."""
+    """Operators that compute something and call no other such operator; a product that copies its bias is one."""
     operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].split("::")[-1] not in NO_WORK.split()]
     operators.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))  # an operator is followed by the first that it calls
+    ends: dict[int, float] = {}  # of the last product, by thread
+    operators = [e for e in operators if e["ts"] >= ends.get(e["tid"], 0.0) and not ends.update(_end_of_product(e))]
     return [
         event
         for event, after in zip_longest(operators, operators[1:])
         if not after or after["tid"] != event["tid"] or after["ts"] >= event["ts"] + event["dur"]
     ]
+
+
+def _end_of_product(event: dict) -> dict[int, float]:
+    return {event["tid"]: event["ts"] + event["dur"]} if event["name"] in ("aten::addmm", "aten::baddbmm") else {}
 
 
 def to_rows(recordings: list[Recording]) -> list[dict]:

@@ -1,11 +1,11 @@
 """The floor of a decode step: the bytes that it must read, divided by what this machine's memory delivers.
 
 A decode step multiplies every weight with one vector. The arithmetic is little; reading the weights is the work. So an
-engine is as good as the share of the memory bandwidth that it reaches, and no engine can beat
+engine is as good as the share of the memory bandwidth that it reaches. The yardstick is
 
     (bytes of all weights + bytes of the sequence's KV cache) / copy bandwidth
 
-without changing the model. The command line of every stage prints how far it is from there.
+A copy also writes, so a kernel that only reads can be a little faster than this. The command line of every stage prints how far it is from there.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.micro import no_cache, waterfall
-from benchmarks.trace import Span
+from benchmarks.trace import Span, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYER = ["norm", "mm", "mm", "mm", "rope", "flash_fwd", "mm", "add", "norm", "mm", "mm", "silu", "mm", "add"]
@@ -65,3 +66,10 @@ def test_the_strided_kernel_reads_every_nth_number():
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
+def test_a_product_with_a_bias_is_one_operator_and_not_the_copy_in_it(tmp_path: Path):
+    called = [("linear", 0, 10), ("addmm", 1, 8), ("copy_", 2, 1), ("linear", 20, 10), ("mm", 21, 8), ("add", 40, 5)]
+    events = [{"ph": "X", "cat": "cpu_op", "tid": 1, "name": f"aten::{n}", "ts": t, "dur": d} for n, t, d in called]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    assert [span.name for span in read_trace(tmp_path / "trace.json", is_cuda=False)] == ["addmm", "mm", "add"]

@@ -5,6 +5,8 @@ A bar's length is its value, and the hardware's limit is a line.
 
 from __future__ import annotations
 
+from statistics import median
+
 from matplotlib.axes import Axes
 
 from benchmarks.floor import ModelCost
@@ -86,8 +88,8 @@ def draw_roofline(group: Group) -> Picture | None:
         if not reached:
             return None
         phases[phase] = work.operations / work.num_bytes, dict(sorted(reached.items(), key=lambda item: item[1]))
-    ceilings = group.own[-1]["ceilings"]
-    bandwidth, arithmetic = ceilings["copy_bytes_per_s"] / 1e12, ceilings["matmul_operations_per_s"] / 1e12
+    rates = ("copy_bytes_per_s", "matmul_operations_per_s")
+    bandwidth, arithmetic = (median(file["ceilings"][rate] for file in group.own) / 1e12 for rate in rates)
     ridge, left, right = arithmetic / bandwidth, 0.3, 30 * max(intensity for intensity, _ in phases.values())
     intensity, decode = phases["decode"]
     worst, *_, best = decode
