@@ -70,7 +70,8 @@ def main() -> int:
     print(row("idea", "lines", "here", "elsewhere"), flush=True)
     for path in PROGRAMS:
         command = [sys.executable, "-m", module_name(path), *ARGUMENTS.get(path, [])]
-        environment = os.environ | {"TQDM_DISABLE": "1"}  # on stderr a program says what it builds, and nothing else
+        # On stderr a program says what it builds, and nothing else. One thread: more would wait for one another.
+        environment = os.environ | {"TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment, check=False)
         if done.returncode:
             return done.returncode

@@ -5,7 +5,8 @@ engine is as good as the share of the memory bandwidth that it reaches. The yard
 
     (bytes of all weights + bytes of the sequence's KV cache) / copy bandwidth
 
-A copy also writes, so a kernel that only reads can be a little faster than this. The command line of every stage prints how far it is from there.
+A copy also writes, so a kernel that only reads can be a little faster than this. The command line of every stage
+prints how far it is from there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import PretrainedConfig
 from stage_a_naive.contract.outputs import Metrics, synchronized_time
 from stage_a_naive.entrypoints.language import tr
 
+COPIED = 2**27  # bytes of the tensor that is copied: more than a processor's caches hold
 BANDWIDTH_DAYS = 7  # a bandwidth that is older is measured again: machines, and what else they do, change
 
 
@@ -76,22 +78,29 @@ class ModelBytes:
 def against_floor(model: ModelBytes, device: torch.device, metrics: Metrics) -> str:
     """One line: bytes read per token, GB/s achieved, and how many times the floor of one device a token took.
 
-    Empty if there was no decode step.
+    Empty if there was no decode step. Without the floor where a CPU's caches may hold what is read: they are
+    faster than the memory, so a copy that is larger than they are says nothing.
     """
     if not metrics["tpot"]:
         return ""
     context = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] / 2  # on average
-    num_bytes, bandwidth = model.step_bytes(context), copy_bandwidth(device)
-    floor, achieved = num_bytes / bandwidth, num_bytes / metrics["tpot"]
+    num_bytes = model.step_bytes(context)
+    achieved = num_bytes / metrics["tpot"]
+    if device.type == "cpu" and num_bytes < COPIED:
+        return tr("{read:9.1f} MB read per token, {reached:.1f} GB/s").format(
+            read=num_bytes / 1e6, reached=achieved / 1e9
+        )
+    bandwidth = copy_bandwidth(device)
+    floor = num_bytes / bandwidth
     line = tr(
         "{read:9.1f} MB read per token, {reached:.1f} of {most:.1f} GB/s: "
-        "{ratio:.1f} × the floor of {floor:.3f} ms, reading alone"
+        "{ratio:.1f} × the floor of {floor:.3f} ms (the time of reading them)"
     )
     rates = {"reached": achieved / 1e9, "most": bandwidth / 1e9, "ratio": bandwidth / achieved}
     return line.format(read=num_bytes / 1e6, floor=1e3 * floor, **rates)
 
 
-def measure_copy_bandwidth(device: torch.device, num_bytes: int = 2**27, repeats: int = 10) -> float:
+def measure_copy_bandwidth(device: torch.device, num_bytes: int = COPIED, repeats: int = 10) -> float:
     """Bytes read and written per second by the best of several copies.
 
     Args:

@@ -71,7 +71,17 @@ def test_the_line_has_bytes_bandwidth_and_the_ratio_if_there_was_a_decode_step(r
     metrics = make_metrics(prefill_time=1.0, decode_time=0.1, ttft=1.0, num_prompt=128, num_generated=101)
     line = against_floor(model, CPU, metrics)  # 1 ms per token
     # 0.988 GB of weights and 12,288 bytes for each of 128 + 50.5 tokens
-    assert line.strip() == "990.3 MB read per token, 990.3 of 4000.0 GB/s: 4.0 × the floor of 0.248 ms, reading alone"
+    assert (
+        line.strip()
+        == "990.3 MB read per token, 990.3 of 4000.0 GB/s: 4.0 × the floor of 0.248 ms (the time of reading them)"
+    )
+
+
+def test_of_what_a_cpus_caches_may_hold_the_line_says_no_floor(rates: list[float]) -> None:
+    model = ModelBytes(preset_config("qwen2-tiny"), 4)
+    metrics = make_metrics(prefill_time=1.0, decode_time=0.1, ttft=1.0, num_prompt=3, num_generated=101)
+    line = against_floor(model, CPU, metrics)
+    assert re.fullmatch(r" *[\d.]+ MB read per token, [\d.]+ GB/s", line) and not cache_file().exists()
 
 
 def test_the_bandwidth_is_measured_once_per_device_into_a_file_that_is_never_half_written(

@@ -154,6 +154,7 @@ def _answer(stage: Any, options: dict, idea: Idea | None) -> None:
             advice = "set LC_ALL=C.UTF-8, or another locale in UTF-8"
             raise ValueError(f"this locale's encoding is {sys.getfilesystemencoding()}: {advice}") from None
         raise ValueError(f"the prompt is not valid UTF-8: {prompt.encode(errors='surrogateescape')!r}") from None
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # of the minute before: mostly of other programs
     with interrupts_end_the_process():
         params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})
         llm = stage.LLM(model, **options)
@@ -162,7 +163,7 @@ def _answer(stage: Any, options: dict, idea: Idea | None) -> None:
     print(f"[prompt]\n{prompt}\n\n[answer]", flush=True)
     prompts = prompt if raw else llm.chat_prompts([{"role": "user", "content": prompt}], of_template)
     [output] = llm.generate(prompts, params, use_tqdm=False, on_text=_print_piece)
-    print("\n" + performance_summary(llm, output, idea))
+    print("\n" + performance_summary(llm, output, idea, load))
     llm.close()
 
 
@@ -183,8 +184,21 @@ def _explain_unknown(question: str) -> None:
         print(found, file=sys.stderr)
 
 
-def performance_summary(llm: Frontend, output: GenerationOutput, idea: Idea | None = None) -> str:
-    """Return the figures of one request, as the command line prints them."""
+def _busy_line(load: float) -> str:
+    """Say that other programs want the processors too; empty where they leave enough of them."""
+    processors = os.cpu_count() or 1
+    if load < 0.75 * processors:
+        return ""
+    text = tr("this machine is busy (load {load:.1f} on {processors} processors): an idle one is faster")
+    return text.format(load=load, processors=processors)
+
+
+def performance_summary(llm: Frontend, output: GenerationOutput, idea: Idea | None = None, load: float = 0.0) -> str:
+    """Return the figures of one request, as the command line prints them.
+
+    Args:
+        load: processes that wanted a processor before the request ran, as `os.getloadavg` says.
+    """
     m = output["metrics"]
     generated = m["num_generated_tokens"]
     prefill_rate = m["num_prompt_tokens"] / m["prefill_time"] if m["prefill_time"] else 0.0
@@ -204,5 +218,6 @@ def performance_summary(llm: Frontend, output: GenerationOutput, idea: Idea | No
         (tr("memory"), llm.memory_line(m)),
         (tr("idea"), idea and idea(llm, m)),
         (tr("total"), total.format(rate=m["tokens_per_sec"], reason=output["finish_reason"])),
+        (tr("note"), _busy_line(load)),
     ]
     return "\n".join(["", tr("[performance]")] + [f"{padded(name, 8)} {text}" for name, text in rows if text])
