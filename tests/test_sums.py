@@ -18,7 +18,7 @@ SUM = re.compile(rf"({NUMBER}{UNIT}(?: [×·+/−-] {NUMBER}{UNIT})+) = (?:about
 ARROW = re.compile(rf"({NUMBER})(?: → |{UNIT} instead of )({NUMBER})")
 RATIO = re.compile(rf"({NUMBER}) ?(×|%)(?! ?\d)(?= (as|less|more|faster|longer|of the time)\b)")
 SENTENCE = re.compile(r"(?<=[.?!:])\s(?=\W*[A-Z一-鿿])|(?<=[。？！])|\n\n|\n(?=[|*-])")
-PAGES = [str(page.relative_to(ROOT)) for page in readmes(ROOT)]
+PAGES = sorted({str(page.relative_to(ROOT)) for page in (*readmes(ROOT), *ROOT.glob("docs/*.md"))})
 
 
 def bounds(number: str) -> tuple[float, float]:
