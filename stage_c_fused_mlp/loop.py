@@ -68,7 +68,9 @@ def main() -> None:
             written = {result.data_ptr(): result.nbytes for _, result in calls[:-1]} | {x.data_ptr(): 0}
             timer = Timer("function(layer, x)", globals={"function": function, "layer": layer, "x": x})
             print(f"{function.__name__:11}", " ".join(operator for operator, _ in calls))
-            print(f"{'':11} {sum(written.values()):,} bytes between them, {1e6 * timer.timeit(500).mean:.0f} µs")
+            fastest, median, slowest = sorted(1e6 * timer.timeit(500).mean for _ in range(3))  # with one thread
+            busy = f" (up to {slowest:.0f}: other programs run here)" if slowest > 2 * fastest else ""
+            print(f"{'':11} {sum(written.values()):,} bytes between them, {median:.0f} µs{busy}")
             counts.append(len(calls))
     print(f"operations per MLP: {counts[0]} → {counts[1]} [H200: 20.7 → 10.9 µs per MLP of Qwen2.5-0.5B]")
 
