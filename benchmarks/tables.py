@@ -71,7 +71,13 @@ STAGE_COLUMNS = {
     "stage_f_graph_tp": (STEP, FAR, LOAD, LOAD_SHARE),
 }
 BEFORE = {"B": "A", "B compiled": "B", "C": "B", "C compiled": "B compiled", "D": "C compiled", "E": "D", "F": "E"}
-STUDY_MARKERS = {"stage-b": "ablation", "stage-d": "sharing", "load": "under-load", "ranks": "tp", "quantization": "quantized-engine"}
+STUDY_MARKERS = {
+    "stage-b": "ablation",
+    "stage-d": "sharing",
+    "load": "under-load",
+    "ranks": "tp",
+    "quantization": "quantized-engine",
+}
 TOO_LONG = re.compile(r"would take about .*; the limit was (\d+) s")  # what `measure.py` says of a round
 
 

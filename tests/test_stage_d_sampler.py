@@ -33,9 +33,9 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def batch_of(params: list[SamplingParams], rows: int) -> tuple[BatchSampler, list[Completion]]:
+def batch_of(params: list[SamplingParams], rows: int, device: str = "cpu") -> tuple[BatchSampler, list[Completion]]:
     """A sampler with a batch of requests that ask for these in turn; each has generated other tokens so far."""
-    sampler = BatchSampler(rows, rows, VOCAB, 4096, torch.device("cpu"))
+    sampler = BatchSampler(rows, rows, VOCAB, 4096, torch.device(device))
     completions = [completion_of([1, 2 + row, 2 + row], params[row % len(params)], seed=row) for row in range(rows)]
     for row, completion in enumerate(completions):
         completion.all_token_ids.extend([3, 3, 4][: row % 4])
@@ -43,14 +43,15 @@ def batch_of(params: list[SamplingParams], rows: int) -> tuple[BatchSampler, lis
     return sampler, completions
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("group", [1, 2 * VOCAB, 2**24])
-def test_a_batch_gets_the_tokens_that_stage_a_chooses_row_by_row(group: int, monkeypatch):
+def test_a_batch_gets_the_tokens_that_stage_a_chooses_row_by_row(group: int, device: str, monkeypatch):
     monkeypatch.setattr(batch_sampler, "GROUP", group)
-    sampler, completions = batch_of(ASKED, 10)
+    sampler, completions = batch_of(ASKED, 10, device)
     generator = torch.Generator().manual_seed(0)
     for step in range(12):
         rows = [row for row in range(10) if (row + step) % 3]  # the others have finished, or their prompts have not
-        logits = torch.randn(len(rows), VOCAB, generator=generator) * 3
+        logits = (torch.randn(len(rows), VOCAB, generator=generator) * 3).to(device)
         ready = [completions[row] for row in rows]
         expected = choose_tokens(logits, ready).tolist()
         assert sampler.choose_for(logits, ready, rows).tolist() == expected
