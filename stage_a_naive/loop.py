@@ -3,7 +3,7 @@
 Both choose the same tokens. `python -m stage_a_naive.loop` prints how many each runs through the model, and its time.
 """
 
-import time
+from timeit import repeat
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -45,21 +45,16 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TUTOR_PATH)
     answers, counts, run = [], [], []  # run: tokens in each pass of the model
     model.get_input_embeddings().register_forward_hook(lambda module, ids, rows: run.append(ids[0].numel()))
+    prompt_ids, eos_id = encode(tokenizer, QUESTION), tokenizer.eos_token_id
     torch.set_num_threads(1)  # several would wait for one another where other programs run
     for function in (generate_uncached, generate):
-        seconds = []
-        for _ in range(3):
-            run.clear()
-            start = time.perf_counter()
-            answer = function(model, encode(tokenizer, QUESTION), tokenizer.eos_token_id, max_tokens=200)
-            seconds.append(time.perf_counter() - start)
-        answers.append(answer)
-        counts.append(sum(run))
-        fastest, median, slowest = sorted(seconds)
-        busy = f" (up to {slowest:.2f} s: other programs run here)" if slowest > 2 * fastest else ""
-        print(f"{function.__name__:17} {len(answer)} tokens in {median:.2f} s{busy}")
-    print(tokenizer.decode(answers[1], skip_special_tokens=True))
-    assert answers[0] == answers[1]
+        run.clear()
+        seconds = repeat(lambda: answers.append(function(model, prompt_ids, eos_id, 200)), number=1, repeat=3)  # noqa: B023
+        counts.append(sum(run) // 3)
+        busy = " (other programs run here: the times differ)" * (max(seconds) > 2 * min(seconds))
+        print(f"{function.__name__:17} {len(answers[-1])} tokens in {sorted(seconds)[1]:.2f} s{busy}")
+    print(tokenizer.decode(answers[-1], skip_special_tokens=True))
+    assert answers[0] == answers[-1]
     print(f"tokens run through the model: {counts[0]:,} → {counts[1]:,} [H200: the same, it is a count]")
 
 
