@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from doctor import cpu_name, driver_version
+from tools.doctor import cpu_name, driver_version
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"

@@ -366,7 +366,7 @@ def test_the_llama_format_is_used_where_the_server_is_told_so(server):
 
 
 def agent(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "examples/agent.py", *options]
+    command = [sys.executable, "beyond/serving/examples/agent.py", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 

@@ -41,7 +41,7 @@ HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none
 PICTURE_SECONDS = 0.05
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = (  # that the page's words lead to
-    "GLOSSARY.md", "beyond/serving/page.md", "beyond/speculation/README.md", "beyond/structured/README.md",
+    "docs/glossary.md", "beyond/serving/page.md", "beyond/speculation/README.md", "beyond/structured/README.md",
     "stage_d_paged/README.md", "stage_e_batching/README.md", "stage_e_batching/README.zh-CN.md",
 )  # fmt: skip
 
