@@ -27,7 +27,6 @@ from stage_f_graph_tp.kernels.decode_attention import DEPENDENT
 from stage_f_graph_tp.kernels.elementwise import Rows, rms_norm, rotate_and_store, silu_and_multiply
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import (
-    SKINNY_GEMM_MAX_TOKENS,
     Stream,
     gate_up_silu,
     product_add,
@@ -96,7 +95,7 @@ class SkinnyGemms:
         pdl: launch by PDL, where the GPU can.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int = SKINNY_GEMM_MAX_TOKENS, pdl: bool = True) -> None:
+    def __init__(self, device: torch.device, max_tokens: int, pdl: bool = True) -> None:
         self.max_tokens, self._pdl = max_tokens, pdl
         self._arrival_counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
@@ -237,7 +236,7 @@ class FewTokensRotary(nn.Module):
 
 def fuse_layers(
     model: DecoderModel,
-    skinny_max_tokens: int = SKINNY_GEMM_MAX_TOKENS,
+    skinny_max_tokens: int,
     elementwise: bool = True,
     pdl: bool = True,
 ) -> None:
