@@ -238,8 +238,12 @@ def check_books(calls: Calls) -> None:
         assert step.sequences or step.idle_reason
 
 
-def make_request(index: int, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> Request:
-    return Request(index, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=index)
+def make_request(
+    index: int, prompt: list[int], max_tokens: int, ignore_eos: bool = False, penalty: float = 0.0
+) -> Request:
+    """A request. The fake model has no scores: a penalty changes which batch slots it may have, and no token."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, presence_penalty=penalty)
+    return Request(index, prompt, params, seed=index)
 
 
 def run_all(calls: Calls, limit: int = 10_000) -> dict[int, object]:
