@@ -168,9 +168,12 @@ class Queues:
             raise RuntimeError(f"the engine is idle but {used} blocks of KV cache are in use")
 
     def note_room(self, batch_slot: int = -1) -> None:
-        """Try those that did not fit again: blocks, this batch slot, or the room that a running sequence kept came free.
+        """Let the next step try those that did not fit again: blocks came free, or the watermark is lower, or both.
 
         All that frees what a waiting sequence may need calls this.
+
+        Args:
+            batch_slot: came free too; -1 is none.
         """
         if batch_slot >= 0:
             self.free_slots_like(batch_slot).append(batch_slot)
