@@ -152,9 +152,8 @@ class LLM(stage_f.LLM):
         return make_drafter(drafting, kv_cache, self.options, constraints)
 
     def _engine(self) -> Engine:
-        """The ring: its pace is that of stages, or one step ahead; its drafts wait for tokens, or do not."""
+        """Make the ring: its depth is 0, 1 or that of the micro-batches, and its drafts may wait for tokens."""
         options, scheduler = self.options, self._scheduler()
-        pace = MicroBatches(scheduler) if isinstance(scheduler, PipelineScheduler) else None
         drafts, counters = None, Counters()
         if self._drafter is not None:
             counters, rows = SpeculationCounters(), DraftRows(scheduler, options.max_rows)
@@ -163,10 +162,10 @@ class LLM(stage_f.LLM):
             else:
                 shorten = constraints_of(self.runner.sampler).shorten if options.speculation == "ngram" else None
                 drafts = HostDrafts(self._drafter, rows, counters, shorten)
-        depth = 1 if options.overlaps else 0
-        return Engine(
-            scheduler, self.runner, depth=depth, pace=pace, drafts=drafts, counters=counters, trace=self.trace
+        depth = (
+            MicroBatches(scheduler).next_depth if isinstance(scheduler, PipelineScheduler) else int(options.overlaps)
         )
+        return Engine(scheduler, self.runner, depth=depth, drafts=drafts, counters=counters, trace=self.trace)
 
     def _scheduler(self) -> Scheduler:
         options, parts = self.options, {}
