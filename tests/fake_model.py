@@ -204,12 +204,11 @@ def make_calls(
     max_model_len: int = 4096,
     runner: CountingRunner | None = None,
     runner_class: type[FakeRunner] = FakeRunner,
-    scheduler_class: type[Scheduler] = Scheduler,
     tokenizer: object = None,
     **options: object,
 ) -> Calls:
     """An engine on the fake model. `late`: one that schedules a step before the tokens of the one before are known."""
-    scheduler = scheduler_class(**options)
+    scheduler = Scheduler(**options)
     engine = Engine(scheduler, runner or runner_class(scheduler, fail_at), depth=int(late))
     return calls_of(engine, max_model_len, tokenizer or FakeTokenizer())
 
