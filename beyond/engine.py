@@ -75,7 +75,6 @@ class LLM(stage_f.LLM):
     options_class = Options
     options: Options
     resolve = staticmethod(resolve_quantized)
-    table_class = TokenTable
     grammars_class = Grammars
 
     @property
@@ -111,7 +110,7 @@ class LLM(stage_f.LLM):
             rows = replace(rows, without=(*rows.without, "megakernel"))
         limits = rows.max_num_seqs, runtime.max_model_len, runtime.block_size
         if options.guesses_ahead:
-            table = self.table_class(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
+            table = TokenTable(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
             tokens = TableTokens(LastTokens(rows.max_num_seqs, runtime.device), table, runtime.block_size)
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
             batch = AheadBatch(*limits, length, tokens, sampler)
