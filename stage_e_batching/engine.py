@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from stage_e_batching.parts import Drafts, Launched, Pace, Report, Runner, Sampled
+from stage_e_batching.parts import Drafts, Launched, Report, Runner, Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, Counters, ScheduledStep, State
 from stage_e_batching.trace import Trace
@@ -30,8 +31,7 @@ class Engine:
 
     scheduler: Scheduler  # decides the steps
     runner: Runner  # computes them
-    depth: int = 0  # steps that stay in flight when another one has been launched
-    pace: Pace | None = None  # says that before every step, where it changes
+    depth: int | Callable[[Launched], int] = 0  # steps that stay in flight when another one has been launched
     drafts: Drafts | None = None  # guess tokens that a step verifies
     trace: Trace | None = None  # a record of every step
     counters: Counters = field(default_factory=Counters)
@@ -62,7 +62,7 @@ class Engine:
                 self._collect(0)
             if are_promising and drafts.propose() and drafts.need_tokens:
                 return 0
-        return self.depth if self.pace is None else self.pace.next_depth(self._launched)
+        return self.depth(self._launched) if callable(self.depth) else self.depth
 
     def _collect(self, depth: int) -> None:
         """Wait for the tokens of the oldest steps, until `depth` are in flight."""

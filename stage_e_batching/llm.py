@@ -51,7 +51,6 @@ class LLM(Frontend):
     """
 
     options_class = BatchingOptions
-    scheduler_class = Scheduler
 
     def __init__(
         self,
@@ -94,8 +93,8 @@ class LLM(Frontend):
     def _engine(self) -> Engine:
         return Engine(self._scheduler(), self.runner, trace=self.trace)
 
-    def _scheduler(self, make: Callable[..., Scheduler] | None = None) -> Scheduler:
-        return (make or self.scheduler_class)(
+    def _scheduler(self, make: Callable[..., Scheduler] = Scheduler) -> Scheduler:
+        return make(
             num_blocks=self.kv_cache.num_blocks,
             block_size=self.kv_cache.block_size,
             max_num_seqs=self.options.max_num_seqs,

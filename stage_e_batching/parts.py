@@ -40,14 +40,6 @@ class Runner(Protocol):
         ...
 
 
-class Pace(Protocol):
-    """How many steps are in flight, where that changes from step to step."""
-
-    def next_depth(self, launched: Launched) -> int:
-        """Return how many steps stay in flight when the next one has been launched."""
-        ...
-
-
 # Called with a step that has run, the sequences that ended in it, and when its tokens were known (monotonic clock).
 Report = Callable[[ScheduledStep, list[BatchSequence], float], None]
 

@@ -204,12 +204,11 @@ def make_calls(
     max_model_len: int = 4096,
     runner: CountingRunner | None = None,
     runner_class: type[FakeRunner] = FakeRunner,
-    scheduler_class: type[Scheduler] = Scheduler,
     tokenizer: object = None,
     **options: object,
 ) -> Calls:
     """An engine on the fake model. `late`: one that schedules a step before the tokens of the one before are known."""
-    scheduler = scheduler_class(**options)
+    scheduler = Scheduler(**options)
     engine = Engine(scheduler, runner or runner_class(scheduler, fail_at), depth=int(late))
     return calls_of(engine, max_model_len, tokenizer or FakeTokenizer())
 
@@ -238,8 +237,12 @@ def check_books(calls: Calls) -> None:
         assert step.sequences or step.idle_reason
 
 
-def make_request(index: int, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> Request:
-    return Request(index, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=index)
+def make_request(
+    index: int, prompt: list[int], max_tokens: int, ignore_eos: bool = False, penalty: float = 0.0
+) -> Request:
+    """A request. The fake model has no scores: a penalty changes which batch slots it may have, and no token."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, presence_penalty=penalty)
+    return Request(index, prompt, params, seed=index)
 
 
 def run_all(calls: Calls, limit: int = 10_000) -> dict[int, object]:

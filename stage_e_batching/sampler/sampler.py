@@ -44,6 +44,10 @@ class SampledTokens:
         token_ids = ids.tolist()
         return Sampled(token_ids, self.logprobs and self.logprobs.by_row(token_ids), self.errors)
 
+    def wait(self) -> Sampled:
+        """Wait for the step's tokens."""
+        return self.on_host(self.ids)
+
 
 Choose = Callable[[Tensor, SamplerInput], Tensor]  # of logits and what their rows ask for: ids; counts nothing
 
