@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from interrupts import interrupt_after
 
 from stage_a_naive.contract.filters import cut_off, distances, weights
-from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.logprobs import top_logprobs
 from stage_a_naive.contract.penalties import apply_penalties
+from stage_a_naive.contract.token_rules import apply_rules
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_e_batching.sampler import logprobs as row_logprobs
@@ -41,6 +41,8 @@ params_of_row = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.0, -0.7]),
     logit_bias=st.sampled_from([{}, {}, {3: 100, 5: 99.75}, {1: -100, 2: 0.5}]),
+    allowed_token_ids=st.sampled_from([None, None, range(5, 30)]),
+    min_tokens=st.sampled_from([0, 0, 3]),
     logprobs=st.sampled_from([None, None, 0, 3, VOCAB + 5]),
 )
 
@@ -115,8 +117,8 @@ def choose_one_by_one(batch: list[dict], dtype: torch.dtype = torch.float32) -> 
     chosen = []
     for row in batch:
         logits = torch.tensor([row["logits"]], dtype=dtype).float()
-        if row["params"].logit_bias:
-            logits = add_logit_bias(logits, [row["params"]])
+        rules = completion_of(row["prompt"], row["params"]).request.token_rules
+        logits = apply_rules(logits, [rules], [len(row["output"])], [row["output"]])
         logits = apply_penalties(logits, [row["params"]], [row["prompt"]], [row["output"]])
         chosen.append(int(sample(logits, [row["params"]], [row["seed"]], [len(row["output"])])))
     return chosen

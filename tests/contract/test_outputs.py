@@ -12,7 +12,15 @@ from stage_a_naive.contract.outputs import Metrics
 def test_an_output_has_every_field_and_its_metrics_agree(llm) -> None:
     few = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 1, 2)]
     for prompt, n, output in zip(PROMPTS[:3], (3, 1, 2), llm.generate(PROMPTS[:3], few, False), strict=True):
-        assert set(output) == {"text", "token_ids", "prompt_token_ids", "finish_reason", "metrics"}
+        assert set(output) == {
+            "prompt_index",
+            "index",
+            "text",
+            "token_ids",
+            "prompt_token_ids",
+            "finish_reason",
+            "metrics",
+        }
         assert output["prompt_token_ids"] == prompt and output["finish_reason"] == "length"
         metrics = output["metrics"]
         assert set(metrics) == set(Metrics.__annotations__)
