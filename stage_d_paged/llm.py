@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
 from stage_a_naive.contract.logprobs import PromptLogprobs
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.requests import only_answer
 from stage_a_naive.entrypoints.frontend import Frontend, OnText

@@ -51,7 +51,7 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def refused_prompt(error: ValueError, param: str) -> RequestError:
-    """Turn what the engine finds wrong with a prompt or its parameters into the refusal of the field that brought it."""
+    """Turn what the engine finds wrong with a prompt or its parameters into the refusal of that field."""
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     message = str(error).removeprefix("conversation 0: ")  # a request has one
     first = message.partition(" ")[0]

@@ -45,8 +45,8 @@ def score_tokens(
     found: list[dict[int, float]] = []
     while len(found) < len(token_ids):
         at = len(found)
-        logprobs = compute_logits(hidden[at : at + ROWS]).float().log_softmax(-1)
         ids = token_ids[at : at + ROWS]
+        logprobs = compute_logits(hidden[at : at + len(ids)]).float().log_softmax(-1)
         best = likeliest(logprobs, min(count, logprobs.shape[1]))
         own = logprobs.gather(1, torch.tensor(ids, device=logprobs.device)[:, None]).tolist()
         for token_id, [value], *told in zip(ids, own, best.tolist(), logprobs.gather(1, best).tolist(), strict=True):

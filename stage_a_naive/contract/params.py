@@ -34,7 +34,7 @@ class SamplingParams:
             penalties: -100 keeps a token out, 100 leaves no other one. Log-probabilities are those without it.
         bad_words: texts that the answer never has: neither the tokens of a word nor those of a space and the word. The
             same text in other tokens is not found. None is no word.
-        allowed_token_ids: no other tokens are chosen, an end-of-sequence id that is not among them neither. None is all.
+        allowed_token_ids: no other token is chosen, not even the end of the sequence. None is all.
         min_tokens: nothing ends the answer before it has this many tokens: no end-of-sequence id, stop token or string.
         max_tokens: generate at most this many tokens.
         stop: strings that end the generation; the text is cut before them. None is no string.

@@ -23,7 +23,7 @@ def one_per_prompt(sampling_params: Any, num_prompts: int) -> list[SamplingParam
 
 
 def one_per_answer(requests: Sequence[Request]) -> list[Request]:
-    """Repeat each request `n` times, as its parameters say, with the seeds `seed`, `seed + 1`, …"""
+    """Repeat each request `n` times, as its parameters say, with a seed that is one higher each time."""
     answers = [(request, i) for request in requests for i in range(request.params.n)]
     return [
         replace(request, index=index, seed=(request.seed + i) % 2**64, answer_index=i)

@@ -12,16 +12,16 @@ from stage_a_naive import SamplingParams
 CHAT = SamplingParams(temperature=0, max_tokens=128)
 
 
-def first_words(llm, count: int = 3) -> tuple[list[int], list[str]]:
-    """The tutor's greedy answer, and texts of several tokens each that it has and that the tokenizer cuts the same way."""
+def first_words(llm) -> tuple[list[int], list[str]]:
+    """The tutor's greedy answer, and texts of three tokens each that it has, cut the same way by the tokenizer."""
     answer = llm.chat(CHATS[0], CHAT, False)[0]["token_ids"]
     found: dict[str, None] = {}
     for at in range(len(answer) - 3):
         text = llm.tokenizer.decode(answer[at : at + 3])
         spelled = llm.tokenizer.encode(text, add_special_tokens=False)
-        if spelled == answer[at : at + 3] and text.strip() == text.lstrip() != "" and len(found) < count:
+        if spelled == answer[at : at + 3] and text.strip() == text.lstrip() != "" and len(found) < 3:
             found[text] = None
-    assert len(found) == count
+    assert len(found) == 3
     return answer, list(found)
 
 
