@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FORBIDDEN = -math.inf
+FOREVER = 2**62  # tokens
 ANY = -1  # in place of a token id: whichever it is
 
 
@@ -89,6 +90,11 @@ class TokenRules:
                 "allow one more"
             )
         return cls(params.logit_bias, params.min_tokens, end_ids, words, allowed)
+
+    @property
+    def until(self) -> int:
+        """How many tokens an answer has from which on it has no rules."""
+        return FOREVER if self.biases or self.bad_words or self.allowed else self.min_tokens
 
     def additions(self, num_generated: int, known: Sequence[int]) -> Iterable[Addition]:
         """Say what is added to logits, `allowed` aside.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stage_a_naive.contract.filters import HOTTEST, SMALLEST
 from stage_a_naive.contract.noise import mix32
-from stage_a_naive.contract.token_rules import apply_rules
+from stage_a_naive.contract.token_rules import FOREVER, apply_rules
 from stage_d_paged.batch import upload
 from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler.logprobs import RowLogprobs, row_logprobs
@@ -89,6 +89,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._sequences: list[BatchSequence | None] = [None] * max_num_seqs
         self._steps = np.zeros(max_num_seqs, np.int64)  # tokens that each had generated before its last step
+        self._until = np.full(max_num_seqs, FOREVER)  # tokens from which on `choose` is enough for it
         self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of slots with rules about tokens
         self._rules = np.zeros((max_num_seqs, WORDS), np.int32)
         self._temperatures = np.zeros(max_num_seqs, np.float32)
@@ -114,7 +115,9 @@ class Sampler:
         self._temperatures[slot] = min(max(params.temperature, SMALLEST), HOTTEST) if params.temperature else 0.0
         if params.temperature:
             self._seed_keys[slot] = mix32(mix32(seed & 0xFFFFFFFF) ^ (seed >> 32))
-        replaced = sequence.request.sampling_fn is not None or sequence.request.token_rules is not None
+        rules, sampling_fn = sequence.request.token_rules, sequence.request.sampling_fn
+        replaced = sampling_fn is not None or rules is not None
+        self._until[slot] = FOREVER if sampling_fn is not None or rules is None else rules.until
         if self.constraints is not None:
             replaced |= self.constraints.admit(sequence)
         self._rules[slot] = rules_of(params, replaced, self._vocab_size, slot)
@@ -142,6 +145,11 @@ class Sampler:
         """
         flags = self._rules[batch_slots, FLAGS]
         needs = int(np.bitwise_or.reduce(flags))
+        if needs & REPLACED:
+            self._steps[batch_slots] = steps
+            self._rules[batch_slots[steps >= self._until[batch_slots]], FLAGS] &= ~REPLACED
+            flags = self._rules[batch_slots, FLAGS]
+            needs = int(np.bitwise_or.reduce(flags))
         out.temperatures[:] = self._temperatures[batch_slots]
         if needs & RANDOM:
             out.noise_keys[:] = mix32(self._seed_keys[batch_slots] ^ steps).astype(np.uint32).view(np.int32)
@@ -149,8 +157,6 @@ class Sampler:
             out.rules[:] = self._rules[batch_slots]
         else:
             out.rules[:, FLAGS] = flags
-        if needs & REPLACED:
-            self._steps[batch_slots] = steps
         if needs & LOGPROBS:
             asking = np.flatnonzero(flags & LOGPROBS)
             out.asking[: len(asking)] = asking
@@ -185,10 +191,14 @@ class Sampler:
             sequences = [self._sequences[slot] for slot in batch_slots.tolist()]
             requests = [sequence.request for sequence in sequences]
             scores, errors = logits, {}
-            ruled = [row for row, request in enumerate(requests) if request.token_rules is not None]
+            again = np.flatnonzero(flags & REPLACED).tolist()
+            ruled = [row for row in again if requests[row].token_rules is not None]
             if ruled:
                 places, slots = upload([np.array(ruled), batch_slots[ruled]], self._device)
-                own = self._apply_rules(logits.index_select(0, places), [sequences[row] for row in ruled], slots)
+                last = self._last_ids.index_select(0, slots)
+                own = self._ruled(
+                    logits.index_select(0, places), [sequences[row] for row in ruled], batch_slots[ruled], last
+                )
                 ids.index_copy_(0, places, self._choose(own, rows.at(places)))
                 if any(requests[row].sampling_fn or requests[row].params.structured_outputs for row in ruled):
                     scores = logits.to(own.dtype, copy=True).index_copy_(0, places, own)
@@ -207,13 +217,14 @@ class Sampler:
         counts = [min(count, self._vocab_size) for count in counts]
         return SampledTokens(ids, row_logprobs(logits, ids, rows.asking[: len(asking)], asking, counts), errors)
 
-    def _apply_rules(self, logits: Tensor, sequences: list[BatchSequence], slots: Tensor) -> Tensor:
+    def _ruled(
+        self, logits: Tensor, sequences: list[BatchSequence], batch_slots: np.ndarray, last_ids: Tensor
+    ) -> Tensor:
         """Apply the rules of some sequences about single tokens to their logits, in new float32 ones.
 
         Where the next step is launched before the last token has arrived, the host knows all tokens but that one, which
-        is compared with the bad words on the device.
+        is compared with bad words on the device.
         """
         rules = [sequence.request.token_rules for sequence in sequences]
-        steps = [int(self._steps[sequence.batch_slot]) for sequence in sequences]
         known = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
-        return apply_rules(logits, rules, steps, known, self._last_ids.index_select(0, slots))
+        return apply_rules(logits, rules, self._steps[batch_slots].tolist(), known, last_ids)
