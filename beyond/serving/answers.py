@@ -239,7 +239,15 @@ def without_tokens(request: Request) -> GenerationOutput:
         num_generated_tokens=0,
         tokens_per_sec=0,
     )
-    return GenerationOutput(text="", token_ids=[], prompt_token_ids=prompt, finish_reason="length", metrics=metrics)
+    return GenerationOutput(
+        prompt_index=request.prompt_index,
+        index=request.answer_index,
+        text="",
+        token_ids=[],
+        prompt_token_ids=prompt,
+        finish_reason="length",
+        metrics=metrics,
+    )
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_d_paged import scoring
@@ -23,5 +24,6 @@ def groups(prompts: list[list[int]], most: int = scoring.MOST_TOKENS) -> Iterato
 def score_prompts(prompts: list[list[int]], count: int, calls: Calls) -> list[PromptLogprobs] | None:
     """Score a group of prompts as soon as no step runs; None if there are too few free blocks for all of them now."""
     with calls.lock:  # other threads of the program may run steps, too
-        runner, blocks = calls.engine.runner, calls.engine.scheduler.block_manager
+        runner: Any = calls.engine.runner  # each has a model and a cache
+        blocks = calls.engine.scheduler.block_manager
         return scoring.score_prompts(prompts, count, runner.model, runner.kv_cache, blocks)

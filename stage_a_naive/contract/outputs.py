@@ -155,7 +155,7 @@ class Completion:
     def _add_text(self, piece: str) -> None:
         self.text += piece
         params = self.request.params
-        stops = params.stop if self.num_generated_tokens > params.min_tokens else ()
+        stops = params.stop or () if self.num_generated_tokens > params.min_tokens else ()
         at = first_stop(self.text, stops, len(piece)) if stops else None
         if at is not None:
             if params.include_stop_str_in_output:

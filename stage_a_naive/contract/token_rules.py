@@ -70,7 +70,7 @@ class TokenRules:
         Raises:
             ValueError: an id is outside the vocabulary, a word has no tokens, or some answer would have no next token.
         """
-        allowed = params.allowed_token_ids or ()
+        allowed = tuple(params.allowed_token_ids or ())
         for name, ids in (("logit_bias", dict(params.logit_bias)), ("allowed_token_ids", allowed)):
             if ids and max(ids) >= vocab_size:
                 raise ValueError(
