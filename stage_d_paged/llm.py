@@ -112,10 +112,13 @@ class LLM(Frontend):
         return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
 
     def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
-        blocks = self.block_manager
-        scores = score_prompts([prompt_token_ids], count, self.runtime.model, self.kv_cache, blocks)
-        assert scores is not None
-        return scores[0]
+        while True:
+            blocks = self.block_manager
+            scores = score_prompts([prompt_token_ids], count, self.runtime.model, self.kv_cache, blocks)
+            if scores is not None:
+                return scores[0]
+            assert self._stepping is not None  # requests that were added hold the blocks
+            self._stepping.step_for([])
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
         # The last token generated takes no slot, because none comes after it to read its K and V. A request that would

@@ -5,8 +5,9 @@
     bad_words           -inf for the last token of a word, where the answer ends in the word's other tokens
     allowed_token_ids   -inf for every other id
 
-All four are one list of (row, token id, number) that is added to the logits. A row with rules costs its step a copy of
-the logits in float32 and of this list to the device; other rows cost nothing.
+The first three are a list of (row, token id, number) that is added to the logits. Of a row with allowed ids, only their
+logits are kept. A row with rules costs its step a copy of its logits in float32, and a copy of the lists to the device.
+Other rows cost nothing.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contract.engines import CHATS, GREEDY, PROMPTS, SEEDED, ask, listener
+from contract.engines import CHATS, GREEDY, PROMPTS, SEEDED, ask, finish, listener
 from stage_a_naive import SamplingParams
 from stage_a_naive.contract.outputs import Metrics
 
@@ -104,6 +104,19 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model(llm, naive) -> Non
         for one, row, token_id in zip(told, right, ids[1:], strict=False):
             assert set(one) == {token_id, *row.topk(count).indices.tolist()}
             assert list(one.values()) == pytest.approx(row[list(one)].tolist(), abs=1e-3)
+
+
+@pytest.mark.needs("pool", "one process")
+def test_a_prompt_is_scored_when_a_request_that_was_added_has_given_its_blocks_back(engine) -> None:
+    prompt, params = [7] * 31, replace(GREEDY, max_tokens=1, prompt_logprobs=1)
+    with engine.made(num_kvcache_blocks=8, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        [alone] = llm.generate([prompt], params, False)
+        number = llm.add_request([5] * 10, replace(GREEDY, max_tokens=20))
+        [beside] = llm.generate([prompt], params, False)
+        assert [list(one or ()) for one in beside["prompt_logprobs"]] == [
+            list(one or ()) for one in alone["prompt_logprobs"]
+        ]
+        assert len(finish(llm)[number]) == 20
 
 
 def test_engines_of_several_ranks_refuse_to_score_a_prompt(engine, llm) -> None:
