@@ -5,11 +5,11 @@ the highest one. With a *temperature*, the logits become probabilities, `softmax
 sampled from them, by the Gumbel-max trick: if `g` is independent Gumbel(0, 1) noise, then `argmax(logits + g)` is
 distributed as `softmax(logits)` (Gumbel 1954; Maddison et al., "A* Sampling", 2014).
 
-What else a request may ask for is in files of its own: a bias for tokens (`logit_bias.py`), penalties
-(`penalties.py`), top-k, top-p and min-p (`filters.py`), a seed (`noise.py`). The order is that of Hugging Face's
-generation pipeline:
+What else a request may ask for is in files of its own: rules about single tokens (`token_rules.py`),
+penalties (`penalties.py`), top-k, top-p and min-p (`filters.py`), a seed (`noise.py`). The order is that of Hugging
+Face's generation pipeline:
 
-    bias -> penalties -> temperature -> top-k -> top-p -> min-p -> sample
+    rules -> penalties -> temperature -> top-k -> top-p -> min-p -> sample
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.filters import filter_logits
-from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.noise import gumbel_noise
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.penalties import apply_penalties
+from stage_a_naive.contract.token_rules import apply_rules
 
 if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import Completion
@@ -38,7 +38,7 @@ def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequ
         logits: `[rows, vocab]`, float32.
         completions: the answers so far, one per row, all of requests with the same `sampling_fn`.
         steps: how many tokens each has generated; None counts those in its completion. An engine that reads tokens late
-            has chosen more than the completion knows. Penalties need them all in the completion.
+            has chosen more than the completion knows. Penalties and bad words need them all in the completion.
 
     Returns:
         ids `[rows]`, int64, on the logits' device.
@@ -48,8 +48,10 @@ def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequ
     """
     requests = [completion.request for completion in completions]
     params = [request.params for request in requests]
-    if any(p.logit_bias for p in params):
-        logits = add_logit_bias(logits, params)
+    steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
+    rules = [request.token_rules for request in requests]
+    if any(rules):
+        logits = apply_rules(logits, rules, steps, [completion.token_ids for completion in completions])
     if any(p.needs_penalties for p in params):
         prompts = [request.prompt_token_ids for request in requests]
         logits = apply_penalties(logits, params, prompts, [completion.token_ids for completion in completions])
@@ -58,7 +60,6 @@ def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequ
         # A copy: it may write to it or keep it, and log-probabilities are made of what the model said. (A compiled
         # step writes its next logits to the same memory.)
         return checked_ids(sampling_fn(logits.clone(), params), logits)
-    steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
     return sample(logits, params, [request.seed for request in requests], steps)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from stage_a_naive.contract.logprobs import top_logprobs
+from stage_a_naive.contract.logprobs import PromptLogprobs, top_logprobs
 from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
 from stage_a_naive.contract.params import as_boolean, as_integer, check_field
 from stage_a_naive.entrypoints.frontend import OnText
@@ -147,6 +147,10 @@ class LLM(NaiveLLM):
         end = synchronized_time(self.device)
         return completion.to_output(arrival, start, first, end)
 
+    def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
+        with self._settings():
+            return super()._score(prompt_token_ids, count)
+
     def _prefill(self, prompt: list[int], cache: Cache) -> Tensor:
         """Run all prompt tokens at once; returns logits `[1, vocab]` of the last one."""
         pin = self.pinned and self.device.type == "cuda"
@@ -165,8 +169,8 @@ class LLM(NaiveLLM):
     def _decode(self, cache: Cache, log: TokenLog, completion: Completion, on_text: OnText | None) -> None:
         """Run steps until the completion is finished. Surplus steps stay inside the cache: the last step is known."""
         params = completion.request.params
-        # Penalties read the tokens so far, and log-probabilities are read on the host: both need each token at once.
-        every_step = not self.async_eos or params.needs_penalties or params.logprobs is not None
+        # Penalties and bad words read the tokens so far, and log-probabilities are read on the host: at once.
+        every_step = not self.async_eos or params.needs_tokens or params.logprobs is not None
         last = completion.num_remaining_tokens if completion.finish_reason is None else 0
         assert self.sync_every is not None
         for step in range(1, last + 1):

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
 from stage_a_naive.contract.params import SamplingParams
+from stage_a_naive.contract.requests import only_answer
 from stage_a_naive.entrypoints.frontend import Frontend, OnText
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_d_paged.block_manager import BlockManager
@@ -25,6 +27,7 @@ from stage_d_paged.engine import StaticEngine
 from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import choose_num_blocks, load_runtime
+from stage_d_paged.scoring import score_prompts
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.stepping import Stepping
 
@@ -108,6 +111,15 @@ class LLM(Frontend):
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])
         return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
 
+    def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
+        while True:
+            blocks = self.block_manager
+            scores = score_prompts([prompt_token_ids], count, self.runtime.model, self.kv_cache, blocks)
+            if scores is not None:
+                return scores[0]
+            assert self._stepping is not None  # requests that were added hold the blocks
+            self._stepping.step_for([])
+
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
         # The last token generated takes no slot, because none comes after it to read its K and V. A request that would
         # outgrow the whole pool ends with "length" there.
@@ -119,7 +131,7 @@ class LLM(Frontend):
 
         While another thread's call runs it waits; from a callback of this thread's own call it does not.
         """
-        [request] = self.requests([prompt], sampling_params)
+        request = only_answer(self.requests([prompt], sampling_params))
         sequence = self._sequence(request)
         with self._lock:
             self._stepping = self._stepping or Stepping(self.engine)

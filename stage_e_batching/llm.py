@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 
+from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Request
+from stage_a_naive.contract.requests import only_answer
 from stage_a_naive.entrypoints.frontend import Frontend, OnText, Prompts
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_d_paged.scoring import check_can_score, score_prompts
 from stage_e_batching.calls import Calls, Event
 from stage_e_batching.engine import Engine
 from stage_e_batching.options import BatchingOptions
@@ -112,12 +115,13 @@ class LLM(Frontend):
         The pieces of a prompt join to exactly the text that `generate` returns. Stop reading to abort what is left.
 
         Returns:
-            for one string, its pieces; for a list, pairs of the prompt's index and a piece.
+            for one string, its pieces; for a list, pairs of the answer's index and a piece.
 
         Raises:
             ValueError: at the call, as `generate`.
         """
-        pieces = self._stream(self.requests(prompts, sampling_params))
+        requests = self.requests(prompts, sampling_params)
+        pieces = self._stream([only_answer(requests)] if isinstance(prompts, str) else requests)
         return (piece for _, piece in pieces) if isinstance(prompts, str) else pieces
 
     def _stream(self, requests: list[Request]) -> Iterator[tuple[int, str]]:
@@ -129,7 +133,7 @@ class LLM(Frontend):
 
     def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
-        [request] = self.requests([prompt], sampling_params)
+        request = only_answer(self.requests([prompt], sampling_params))
         return self._stepping.add(request)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -164,11 +168,23 @@ class LLM(Frontend):
 
     def _request(self, *given: Any) -> Request:
         request = super()._request(*given)
+        if request.params.prompt_logprobs is not None:
+            check_can_score(self.options)
         try:
             self.engine.scheduler.check_prompt(len(request.prompt_token_ids))
         except ValueError as error:
             raise ValueError(f"prompt {request.index}: {error}") from None
         return request
+
+    def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
+        mailbox = self.calls.new_mailbox()
+        while True:
+            with self.calls.lock:  # between two steps
+                blocks = self.engine.scheduler.block_manager
+                scores = score_prompts([prompt_token_ids], count, self.runner.model, self.kv_cache, blocks)
+            if scores is not None:
+                return scores[0]
+            self.calls.advance(mailbox)  # requests of other calls hold the blocks
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         outputs: dict[int, GenerationOutput] = {}

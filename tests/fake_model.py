@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from stage_a_naive.contract.outputs import Completion, Request
+from stage_a_naive.contract.token_rules import TokenRules
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
@@ -38,10 +39,14 @@ class FakeTokenizer:
         id_to_token=lambda token_id: f"<{token_id}>" if token_id < VOCAB else None,
     )
 
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(token_id) for token_id in text.split()]
+
 
 def completion_of(prompt: Iterable[int], params: SamplingParams = DEFAULT_PARAMS, seed: int = 0) -> Completion:
     """A completion of a prompt, for sequences that no engine makes."""
-    request = Request(0, list(prompt), params, seed)
+    rules = TokenRules.of(0, params, FakeTokenizer(), frozenset({EOS}), VOCAB) if params.has_token_rules else None
+    request = Request(0, list(prompt), params, seed, token_rules=rules)
     return Completion(request, FakeTokenizer(), frozenset({EOS}), max_total_len=4096, text_at_end=True)
 
 

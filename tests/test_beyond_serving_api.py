@@ -243,6 +243,28 @@ def test_a_bias_asks_for_a_token_or_keeps_it_out(client, llm):
     assert chat["message"]["content"] == text * 12
 
 
+VLLMS = {
+    "min_tokens": {"min_tokens": 9, "stop": "a"},
+    "bad_words": {"bad_words": ["cache", "key"]},
+    "allowed_token_ids": {"allowed_token_ids": [70, 71, 72]},
+    "include_stop_str_in_output": {"stop": "a", "include_stop_str_in_output": True},
+    "skip_special_tokens": {"skip_special_tokens": False, "ignore_eos": True, "logit_bias": {"2": 100}},
+}
+
+
+@pytest.mark.parametrize("asked", VLLMS.values(), ids=VLLMS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_vllms_parameters_are_the_engines_whole_and_streamed(client, llm, asked, n):
+    given = {"seed": 3, "max_tokens": 12, "n": n} | asked
+    expected = [o["text"] for o in llm.generate([QUESTION], SamplingParams(**given), False)]
+    assert [choice["text"] for choice in choices(client, prompt=QUESTION, **given)] == expected
+    texts = [""] * n
+    for event in events(client, prompt=QUESTION, **given):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == expected
+
+
 @pytest.mark.parametrize("extra", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}], ids=lambda extra: next(iter(extra)))
 def test_the_engines_own_filters_are_understood(client, extra):
     [sampled] = choices(client, prompt=QUESTION, temperature=1, max_tokens=12, seed=1, **extra)
@@ -424,6 +446,11 @@ def test_the_servers_defaults_are_used_and_shown(llm):
 
 WRONG = {  # fields of a completion, with values that are not supported or out of range
     "logit_bias": [{"4096": -100}, {"7": -101}, {"x": 1}, {"7": "1"}, [[7, 1]], {str(i): 1 for i in range(1025)}],
+    "bad_words": [[" "], 3, {"a": 1}, ["a"] * 129],
+    "allowed_token_ids": [[], [4096], ["a"], [7] * 1025],
+    "min_tokens": [-1, 1000, "1"],
+    "include_stop_str_in_output": [1],
+    "skip_special_tokens": [0],
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, "json"],
     "structured_outputs": [{}, {"json": 1}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"json_object": False}],

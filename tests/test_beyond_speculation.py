@@ -182,7 +182,7 @@ def test_a_request_that_loses_makes_fewer_and_fewer_drafts():
     assert calls.engine.counters.num_accepted_tokens == 0
 
 
-@pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"logit_bias": {7: 1}}], ids=str)
+@pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"logit_bias": {7: 1}}, {"min_tokens": 1}], ids=str)
 def test_what_is_added_behind_a_step_makes_no_drafts(asked):
     assert SpeculativeSequence(completion_of([1, 2, 3], SamplingParams(**asked))).is_pausing
     assert not SpeculativeSequence(completion_of([1, 2, 3])).is_pausing

@@ -23,6 +23,9 @@ for rows, vocab, dtype in {cases}:
     logits = (torch.randn(rows, vocab) * 3).to(dtype)
     logits[0, : vocab // 2] = float("-inf")
     logits[1, [vocab * 2 // 3, vocab - 1]] = 60.0  # equals, in two stretches where there are several
+    few = logits[3, [5, vocab // 2, vocab - 1]]
+    logits[3] = float("-inf")
+    logits[3, [5, vocab // 2, vocab - 1]] = few  # fewer are allowed than top-k keeps
     params = [
         SamplingParams(
             temperature=choice((0.6, 0.0, 1.0, 1e-3, 5e-324, 1.5, 1e300)),
@@ -36,6 +39,7 @@ for rows, vocab, dtype in {cases}:
         for _ in range(rows)
     ]
     params[0] = SamplingParams(temperature=1.5, top_p=0.95)  # flat: a nucleus of thousands, longer than the short list
+    params[3] = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=0.7)
     params[2] = SamplingParams(temperature=1.0)  # without filters: chosen while the row is read, stretch by stretch
     counts = (torch.randint(0, 9, (rows, vocab)) * (torch.rand(rows, vocab) < 0.1)).to(torch.int16)
     smallest = np.finfo(np.float32).tiny

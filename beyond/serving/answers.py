@@ -15,9 +15,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
 from beyond.serving.reasoning import ReasoningSplit
-from beyond.serving.scoring import PromptLogprobs
 from beyond.serving.tool_calls import CallParser
 from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
+from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request
 from stage_e_batching.calls.mailbox import Token
 
@@ -178,7 +178,9 @@ class Answer:
             return {"content": [self._chat_logprobs(token, count) for token in tokens]}
         written: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
-            decoder = self._decoders.setdefault(index, IncrementalDecoder(self._tokenizer))
+            decoder = self._decoders.setdefault(
+                index, IncrementalDecoder(self._tokenizer, self._ask.params.skip_special_tokens)
+            )
             offset = self._offsets.get(index, 0)
             self._offsets[index] = offset + len(decoder.append(token.token_id))
             written["tokens"].append(text_of([token.token_id], self._tokenizer))
@@ -237,7 +239,15 @@ def without_tokens(request: Request) -> GenerationOutput:
         num_generated_tokens=0,
         tokens_per_sec=0,
     )
-    return GenerationOutput(text="", token_ids=[], prompt_token_ids=prompt, finish_reason="length", metrics=metrics)
+    return GenerationOutput(
+        prompt_index=request.prompt_index,
+        index=request.answer_index,
+        text="",
+        token_ids=[],
+        prompt_token_ids=prompt,
+        finish_reason="length",
+        metrics=metrics,
+    )
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:

@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
 
@@ -46,9 +45,9 @@ from beyond.serving.protocol import (
 from beyond.serving.reasoning import ChatOptions
 from beyond.serving.request_log import RequestLog
 from beyond.serving.responses import Responses
-from beyond.serving.scoring import PromptLogprobs
 from beyond.serving.tools import tool_format
 from stage_a_naive.contract.errors import shown
+from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Request
 from stage_a_naive.contract.params import as_integer
 from stage_a_naive.contract.structured_outputs import GrammarError
@@ -322,20 +321,13 @@ class Api:
         """Make a request per answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""
         try:
             prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
-            checked = self.llm.llm.requests(prompts, ask.params)
+            return self.llm.llm.requests(prompts, ask.params)
         except GrammarError as error:
             if ask.tools is not None:
                 raise RequestError(ask.tools.explain(error), param="tools") from None
             raise RequestError(str(error), param="structured_outputs") from None
         except ValueError as error:
             raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
-        if ask.n == 1:
-            return checked
-        return [
-            replace(request, index=request.index * ask.n + i, seed=(request.seed + i) % 2**64)
-            for request in checked
-            for i in range(ask.n)
-        ]
 
     def _chat_ids(self, messages: list, template_kwargs: Mapping[str, Any] | None) -> list[int]:
         arguments = {**self.chat.template_kwargs, **(template_kwargs or {})}

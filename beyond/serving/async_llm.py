@@ -23,10 +23,13 @@ from typing import cast
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News, T
 from beyond.serving.metrics import RequestMetrics, engine_numbers
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
-from beyond.serving.scoring import PromptLogprobs, check_can_score, groups, score_prompts
+from beyond.serving.scoring import groups, score_prompts
+from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Request
+from stage_a_naive.contract.requests import only_answer
 from stage_a_naive.entrypoints.frontend import Prompts
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.scoring import check_can_score
 from stage_e_batching.calls import Calls
 from stage_e_batching.calls.mailbox import Event
 from stage_e_batching.llm import LLM
@@ -166,7 +169,7 @@ class AsyncLLM:
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[str]:
         """Complete one prompt, yielding pieces of text as they become known. Close it to drop the request."""
-        [request] = await asyncio.to_thread(self.llm.requests, [prompt], sampling_params)
+        request = only_answer(await asyncio.to_thread(self.llm.requests, [prompt], sampling_params))
         with self.submit([request]) as stream:
             async for news in stream:
                 for _, event in news:

@@ -22,6 +22,7 @@ from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.protocol import RequestError
 from beyond.serving.request_log import RequestLog, request_id
 from stage_a_naive.contract.errors import PromptTooLong
+from stage_a_naive.contract.params import RULES
 from stage_a_naive.contract.structured_outputs import GrammarError
 
 RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
@@ -50,10 +51,11 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def refused_prompt(error: ValueError, param: str) -> RequestError:
-    """Turn what the engine finds wrong with a prompt or a bias into the refusal of the field that brought it."""
+    """Turn what the engine finds wrong with a prompt or its parameters into the refusal of that field."""
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
     message = str(error).removeprefix("conversation 0: ")  # a request has one
-    return RequestError(message, param="logit_bias" if message.startswith("logit_bias") else param, code=code)
+    first = message.partition(" ")[0]
+    return RequestError(message, param=first if first in RULES else param, code=code)
 
 
 def error_body(error: Exception) -> dict[str, Any]:

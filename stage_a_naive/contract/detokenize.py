@@ -25,11 +25,12 @@ def placeholder(token_id: int) -> str:
 class IncrementalDecoder:
     """Turns a stream of token ids into pieces of text that join to exactly the text of all the ids.
 
-    Special tokens give no text.
+    Special tokens give no text, unless `skip_special_tokens` is False.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, skip_special_tokens: bool = True) -> None:
         self._backend = tokenizer.backend_tokenizer
+        self._skip = skip_special_tokens
         self._start()
 
     def _start(self) -> None:
@@ -68,9 +69,11 @@ class IncrementalDecoder:
         return rest
 
     def _text_of(self, ids: list[int]) -> str:
-        return self._backend.decode(self._context + ids, skip_special_tokens=True)[self._context_length :]
+        return self._backend.decode(self._context + ids, skip_special_tokens=self._skip)[self._context_length :]
 
     def _is_special(self, token_id: int) -> bool:
         """Whether an id gives no text wherever it is."""
+        if not self._skip:
+            return False
         shown = self._backend.decode([token_id], skip_special_tokens=False)
         return shown != "" and self._backend.decode([token_id], skip_special_tokens=True) == ""

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.stop_strings import first_stop, num_held_back
+from stage_a_naive.contract.token_rules import TokenRules
 
 FinishReason = Literal["stop", "length"]
 SamplingFunction = Callable[[torch.Tensor, list[SamplingParams]], torch.Tensor]
@@ -41,23 +42,29 @@ class Metrics(TypedDict):
 class GenerationOutput(TypedDict):
     """The answer to one prompt."""
 
-    text: str  # without special tokens and without the stop string
+    prompt_index: int  # in the list of prompts
+    index: int  # among the answers to this prompt
+    text: str  # without special tokens and without the stop string, unless the request asks for them
     token_ids: list[int]  # with the end-of-sequence token, if it was generated
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     metrics: Metrics
     logprobs: NotRequired[list[dict[int, float]]]  # per step {token id: log-probability}, where they were asked for
+    prompt_logprobs: NotRequired[list[dict[int, float] | None]]  # the same per token of the prompt; None for the first
 
 
 @dataclass(frozen=True)
 class Request:
     """One prompt that has passed every check."""
 
-    index: int  # its position in the caller's list
+    index: int  # of its answer in the list of all answers
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int  # the caller's, or one that the engine chose
     sampling_fn: SamplingFunction | None = None  # what replaces the built-in sampler for this request
+    token_rules: TokenRules | None = None
+    prompt_index: int = 0
+    answer_index: int = 0  # among the answers to its prompt
 
 
 class Completion:
@@ -88,7 +95,8 @@ class Completion:
         self.finish_reason: FinishReason | None = None
         params = request.params
         self._tokenizer = tokenizer
-        self._decoder = None if text_at_end and not params.stop else IncrementalDecoder(tokenizer)
+        decodes_at_end = text_at_end and not params.stop
+        self._decoder = None if decodes_at_end else IncrementalDecoder(tokenizer, params.skip_special_tokens)
         self._stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.max_total_tokens = min(len(request.prompt_token_ids) + params.max_tokens, max_total_len)
         self._released = 0  # length of the text handed out; a possible start of a stop string is held back
@@ -118,10 +126,12 @@ class Completion:
         return piece
 
     def _advance(self, token_id: int) -> str:
-        if token_id in self._stop_ids:
-            return self.finish("stop")
-        if self._decoder is not None:
+        params = self.request.params
+        stops = token_id in self._stop_ids and self.num_generated_tokens > params.min_tokens
+        if self._decoder is not None and (not stops or params.include_stop_str_in_output):
             self._add_text(self._decoder.append(token_id))
+        if stops:
+            return self.finish("stop")
         if self.finish_reason is None and len(self.all_token_ids) >= self.max_total_tokens:
             return self.finish("length")
         return "" if self._decoder is None else self._release()
@@ -136,22 +146,28 @@ class Completion:
 
     def _whole_text(self) -> str:
         ids = self.token_ids
-        if ids and ids[-1] in self._stop_ids:
+        params = self.request.params
+        stops = ids and ids[-1] in self._stop_ids and len(ids) > params.min_tokens
+        if stops and not params.include_stop_str_in_output:
             del ids[-1]
-        return decode_all(self._tokenizer, ids)
+        return decode_all(self._tokenizer, ids, params.skip_special_tokens)
 
     def _add_text(self, piece: str) -> None:
         self.text += piece
-        stops = self.request.params.stop
+        params = self.request.params
+        stops = params.stop or () if self.num_generated_tokens > params.min_tokens else ()
         at = first_stop(self.text, stops, len(piece)) if stops else None
         if at is not None:
+            if params.include_stop_str_in_output:
+                at += min(len(stop) for stop in stops if self.text.startswith(stop, at))
             self.text = self.text[:at]
             self.finish_reason = "stop"
 
     def _release(self) -> str:
         end = len(self.text)
-        if self.finish_reason is None and self.request.params.stop:
-            end -= num_held_back(self.text, self.request.params.stop)
+        params = self.request.params
+        if self.finish_reason is None and params.stop and not params.include_stop_str_in_output:
+            end -= num_held_back(self.text, params.stop)
         piece = self.text[self._released : end]
         self._released = max(self._released, end)
         return piece
@@ -184,6 +200,8 @@ class Completion:
             num_cached=num_cached,
         )
         output = GenerationOutput(
+            prompt_index=self.request.prompt_index,
+            index=self.request.answer_index,
             text=self.text,
             token_ids=self.token_ids,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -195,13 +213,13 @@ class Completion:
         return output
 
 
-def decode_all(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
+def decode_all(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     """Decode all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
     backend = tokenizer.backend_tokenizer
     parts: list[str] = []
     for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):
         ids = list(run)
-        parts += [backend.decode(ids, skip_special_tokens=True)] if is_known else map(placeholder, ids)
+        parts += [backend.decode(ids, skip_special_tokens=skip_special_tokens)] if is_known else map(placeholder, ids)
     return "".join(parts)
 
 

@@ -98,6 +98,10 @@ def test_a_form_that_cannot_be_had_is_refused_by_name(tutor, message: str) -> No
 def test_what_cannot_be_combined_with_a_form_is_refused_with_advice(tutor) -> None:
     with pytest.raises(ValueError, match="ignore_eos=True: an answer ends where"):
         ask(tutor, PROMPT, SamplingParams(ignore_eos=True, structured_outputs={"regex": "a"}))
+    for given in ({"min_tokens": 1}, {"bad_words": ["a"]}, {"allowed_token_ids": [7]}):
+        [name] = given
+        with pytest.raises(ValueError, match=f"combined with {name}: it may forbid what the form needs next"):
+            ask(tutor, PROMPT, SamplingParams(structured_outputs={"regex": "a"}, **given))
     with sampler(tutor, lambda logits, params: logits.argmax(-1)), pytest.raises(ValueError, match="sampling_fn"):
         ask(tutor, PROMPT, SamplingParams(structured_outputs={"regex": "a"}))
 
