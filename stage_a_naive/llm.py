@@ -19,8 +19,8 @@ from torch import Tensor
 
 from stage_a_naive.checkpoints.loading import load_hf_model
 from stage_a_naive.contract.logprobs import top_logprobs
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
-from stage_a_naive.entrypoints.frontend import Frontend, OnText
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, returned, synchronized_time
+from stage_a_naive.entrypoints.frontend import Frontend
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 
@@ -56,7 +56,7 @@ class LLM(Frontend):
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         arrival = synchronized_time(self.device)
         progress = progress_bar(requests, desc="generate", unit="request") if use_tqdm else requests
-        return [self._generate_one(request, arrival, on_text) for request in progress]
+        return returned([self._generate_one(request, arrival, on_text) for request in progress])
 
     @torch.inference_mode()
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
@@ -84,7 +84,5 @@ class LLM(Frontend):
         token_id = int(ids)  # waits for the device
         count = completion.request.params.logprobs
         logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
-        piece = completion.append(token_id, logprobs)
-        if piece and on_text is not None:
-            on_text(completion.request.index, piece)
+        completion.tell(on_text, completion.append(token_id, logprobs))
         return token_id

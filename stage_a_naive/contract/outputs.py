@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, repeat
 from typing import Literal, NotRequired, TypedDict
@@ -19,8 +20,9 @@ from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.stop_strings import first_stop, num_held_back
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 SamplingFunction = Callable[[torch.Tensor, list[SamplingParams]], torch.Tensor]
+OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 
 
 class Metrics(TypedDict):
@@ -47,6 +49,7 @@ class GenerationOutput(TypedDict):
     finish_reason: FinishReason
     metrics: Metrics
     logprobs: NotRequired[list[dict[int, float]]]  # per step {token id: log-probability}, where they were asked for
+    error: NotRequired[Exception]  # what ended it, where `finish_reason` is "error"; the rest is what it had by then
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Completion:
         self.logprobs: list[dict[int, float]] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None  # what ended it, where that was an error of its own
         params = request.params
         self._tokenizer = tokenizer
         self._decoder = None if text_at_end and not params.stop else IncrementalDecoder(tokenizer)
@@ -109,7 +113,21 @@ class Completion:
         return self.max_total_tokens - len(self.all_token_ids)
 
     def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> str:
-        """Add a generated token and decide whether it was the last; returns the text that became certain."""
+        """Add a generated token and decide whether it was the last; returns the text that became certain.
+
+        An error in the token's text ends the completion. A token after the end is dropped.
+        """
+        if self.finish_reason is not None:
+            return ""
+        try:
+            return self._append(token_id, logprobs)
+        except Exception:
+            self.replay()
+            if self.error is None:  # it came from outside, as a signal handler's does: not the text's own error
+                raise
+            return ""
+
+    def _append(self, token_id: int, logprobs: dict[int, float] | None) -> str:
         self.all_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -156,13 +174,34 @@ class Completion:
         self._released = max(self._released, end)
         return piece
 
-    def replayed(self) -> Completion:
-        """Make the completion anew from its tokens, where an exception may have broken `append` off half-way."""
+    def tell(self, on_text: OnText | None, piece: str) -> None:
+        """Call a callback with a piece of text. An error of the callback ends the completion."""
+        if piece and on_text is not None:
+            try:
+                on_text(self.request.index, piece)
+            except Exception as error:
+                self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End the completion with an error of its own: of its sampler, its text, its form or its callback."""
+        if self._decoder is None:
+            with suppress(Exception):
+                self.text = self._whole_text()
+        self.error, self.finish_reason = error, "error"
+
+    def replay(self) -> None:
+        """Make the text anew from the tokens, where an exception may have broken `append` off half-way.
+
+        What raises again is the text's own error, and ends the completion.
+        """
         new = Completion(self.request, *self._options)
         logprobs = repeat(None) if self.request.params.logprobs is None else self.logprobs
-        for token_id, logprob in zip(self.token_ids, logprobs):  # noqa: B905 (the last token may lack its logprob)
-            new.append(token_id, logprob)
-        return new
+        try:
+            for token_id, logprob in zip(self.token_ids, logprobs):  # noqa: B905 (the last token may lack its logprob)
+                new._append(token_id, logprob)
+        except Exception as error:
+            new.fail(error)
+        self.__dict__ = new.__dict__  # at once: an interrupt leaves the old state or the new one
 
     def to_output(
         self, arrival: float, start: float, first: float, end: float, num_cached: int = 0
@@ -192,7 +231,23 @@ class Completion:
         )
         if self.request.params.logprobs is not None:
             output["logprobs"] = self.logprobs
+        if self.error is not None:
+            output["error"] = self.error
         return output
+
+
+def returned(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
+    """Return the outputs of a call whose requests have all ended.
+
+    Raises:
+        Exception: the error of the first request that failed. Its attribute `outputs` is the list of all outputs.
+    """
+    for output in outputs:
+        if "error" in output:
+            error = output["error"]
+            vars(error)["outputs"] = outputs
+            raise error
+    return outputs
 
 
 def decode_all(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:

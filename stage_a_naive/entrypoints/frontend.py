@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
@@ -21,15 +21,13 @@ from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
 from stage_a_naive.contract.errors import PromptTooLong, shown
 from stage_a_naive.contract.logit_bias import check_logit_bias
-from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
+from stage_a_naive.contract.outputs import GenerationOutput, Metrics, OnText, Request, SamplingFunction
 from stage_a_naive.contract.params import SamplingParams, as_integer, check_sampling_fn
 from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
 from stage_a_naive.contract.structured_outputs import NO_FORMS, GrammarError
 
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes
-
-OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 
 
 class Frontend:
@@ -100,6 +98,9 @@ class Frontend:
         Raises:
             ValueError: a prompt or the parameters are out of range; nothing has run then.
             RuntimeError: the engine is closed, belongs to another process, or is inside a call of this thread already.
+            Exception: what ended one request: an error of its sampler, its text, its form or its callback. It is raised
+                when all requests have ended, and has all outputs as `error.outputs`; those of requests that failed have
+                the `finish_reason` "error", and the exception as `error`.
         """
         requests = self.requests(prompts, sampling_params)
         with self._one_call():

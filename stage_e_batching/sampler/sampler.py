@@ -172,9 +172,6 @@ class Sampler:
             logits: `[rows, vocab]`, as `choose` got them.
             ids: int64 `[rows]`, what it returned; those of rows with another sampler are written.
             batch_slots: of the rows, on the host.
-
-        Raises:
-            Exception: a replaced `sampling_fn` failed, and for no row alone.
         """
         flags = self._rules[batch_slots, FLAGS]
         errors = None
