@@ -202,7 +202,7 @@ WRONG_CALLS = [
     ("x", "messages[1].tool_calls must be"),
     ([1], "messages[1].tool_calls[0] must be"),
     ([{"function": {"name": "f", "arguments": "{"}}], "messages[1].tool_calls[0].function.arguments must be"),
-    ([{"function": {"name": "f", "arguments": {}}}], "messages[1].tool_calls[0].function.arguments must be"),
+    ([{"function": {"name": "f", "arguments": "[]"}}], "messages[1].tool_calls[0].function.arguments must be"),
 ]
 
 

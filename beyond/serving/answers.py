@@ -183,7 +183,10 @@ class Answer:
             return {"content": [self._chat_logprobs(token, count) for token in tokens]}
         written: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
-            decoder = self._decoders.setdefault(index, IncrementalDecoder(self._tokenizer))
+            if index not in self._decoders:
+                before = () if self._ask.echo else self._prompts[index]
+                self._decoders[index] = IncrementalDecoder(self._tokenizer, before)
+            decoder = self._decoders[index]
             offset = self._offsets.get(index, 0)
             self._offsets[index] = offset + len(decoder.append(token.token_id))
             written["tokens"].append(text_of([token.token_id], self._tokenizer))

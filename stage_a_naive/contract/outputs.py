@@ -7,7 +7,7 @@ it is done. `Completion` is the only place that knows when a generation ends, in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, repeat
@@ -16,7 +16,7 @@ from typing import Literal, NotRequired, TypedDict
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
+from stage_a_naive.contract.detokenize import IncrementalDecoder, is_special, last_with_text, placeholder
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.stop_strings import first_stop, num_held_back
 
@@ -92,8 +92,11 @@ class Completion:
         self.error: Exception | None = None  # what ended it, where that was an error of its own
         params = request.params
         self._tokenizer = tokenizer
-        self._decoder = None if text_at_end and not params.stop else IncrementalDecoder(tokenizer)
+        at_end = text_at_end and not params.stop
+        self._decoder = None if at_end else IncrementalDecoder(tokenizer, request.prompt_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+        if params.stop:
+            self._stop_ids |= special_ids(tokenizer, params.stop)
         self.max_total_tokens = min(len(request.prompt_token_ids) + params.max_tokens, max_total_len)
         self._released = 0  # length of the text handed out; a possible start of a stop string is held back
         self.text_ends: list[int] = []  # length of the text handed out after each token
@@ -156,7 +159,7 @@ class Completion:
         ids = self.token_ids
         if ids and ids[-1] in self._stop_ids:
             del ids[-1]
-        return decode_all(self._tokenizer, ids)
+        return decode_all(self._tokenizer, ids, self.request.prompt_token_ids)
 
     def _add_text(self, piece: str) -> None:
         self.text += piece
@@ -250,13 +253,22 @@ def returned(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
     return outputs
 
 
-def decode_all(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
-    """Decode all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
-    backend = tokenizer.backend_tokenizer
+def special_ids(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> set[int]:
+    """Return the ids of those texts that are special tokens, which never appear in an answer's text."""
+    ids = map(tokenizer.backend_tokenizer.token_to_id, texts)
+    return {token_id for token_id in ids if token_id is not None and is_special(tokenizer, token_id)}
+
+
+def decode_all(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
+    """Decode all ids at once, which continue others: exactly what the pieces of an `IncrementalDecoder` join to."""
+    backend, context = tokenizer.backend_tokenizer, last_with_text(tokenizer, before)
+    length = len(backend.decode(context))
     parts: list[str] = []
     for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):
-        ids = list(run)
-        parts += [backend.decode(ids, skip_special_tokens=True)] if is_known else map(placeholder, ids)
+        if is_known:
+            parts.append(backend.decode([*context, *run], skip_special_tokens=True)[length:])
+        else:
+            parts += map(placeholder, run)
     return "".join(parts)
 
 
