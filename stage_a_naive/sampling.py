@@ -24,6 +24,7 @@ from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.filters import filter_logits
 from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.noise import gumbel_noise
+from stage_a_naive.contract.outputs import NO_TOKEN
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.penalties import apply_penalties
 
@@ -42,7 +43,7 @@ def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequ
 
     Returns:
         ids `[rows]`, int64, on the logits' device. Where a replaced `sampling_fn` fails for a row, the row's completion
-        fails, and its id means nothing.
+        fails, and its id means nothing. Where the logits have no finite maximum, the id is `NO_TOKEN`.
     """
     requests = [completion.request for completion in completions]
     params = [request.params for request in requests]
@@ -56,9 +57,10 @@ def choose_tokens(logits: Tensor, completions: Sequence[Completion], steps: Sequ
         ids, errors = replaced_ids(sampling_fn, logits, params)
         for row, error in errors.items():
             completions[row].fail(error)
-        return ids
-    steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
-    return sample(logits, params, [request.seed for request in requests], steps)
+    else:
+        steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
+        ids = sample(logits, params, [request.seed for request in requests], steps)
+    return where_finite(ids, logits)
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
@@ -79,6 +81,12 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
         else:
             chosen.append((filter_logits(row, p) + gumbel_noise(seed, step, row.numel(), row.device)).argmax())
     return torch.stack(chosen)
+
+
+def where_finite(ids: Tensor, scores: Tensor) -> Tensor:
+    """Put `NO_TOKEN` in place of the ids `[rows]` of rows `[rows, vocab]` whose maximum is NaN or infinite."""
+    best = scores.amax(-1)
+    return ids.masked_fill((best - best).bool(), NO_TOKEN)  # inf - inf is NaN, which is not 0
 
 
 def replaced_ids(

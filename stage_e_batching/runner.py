@@ -32,7 +32,7 @@ class InFlight:
 
     def wait(self) -> Sampled:
         """Wait for the step's tokens."""
-        return Sampled([]) if self.sampled is None else self.sampled.on_host(self.sampled.ids)
+        return Sampled([]) if self.sampled is None else self.sampled.on_host(self.sampled.told)
 
 
 class ModelRunner:
@@ -69,10 +69,10 @@ class ModelRunner:
         steps = np.array([sequence.num_generated_tokens for sequence in sampling])
         needs = self.sampler.fill(batch_slots, steps, rows)
         rows = SamplerInput(*upload(list(rows), self.device))
-        ids = self.sampler.choose(logits, rows)
+        ids, told = self.sampler.choose(logits, rows)
         if not needs & (LOGPROBS | REPLACED):
-            return InFlight(SampledTokens(ids))
-        return InFlight(self.sampler.complete(logits, ids, rows, batch_slots))
+            return InFlight(SampledTokens(ids, told))
+        return InFlight(self.sampler.complete(logits, ids, told, rows, batch_slots))
 
     def forget(self) -> None:
         """Wait until the device has done what it was told, and drop that. What it reports now is reported already."""

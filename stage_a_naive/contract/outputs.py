@@ -20,6 +20,11 @@ from stage_a_naive.contract.detokenize import IncrementalDecoder, is_special, la
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.stop_strings import first_stop, num_held_back
 
+NO_TOKEN = -2  # in place of an id, where no token can be chosen; -1 is a wrong guess of speculation
+NO_SCORES = (
+    "the model's scores for the next token have no finite maximum (NaN or infinity), so none can be chosen; "
+    "if the checkpoint is whole, try dtype='float32'"
+)
 FinishReason = Literal["stop", "length", "error"]
 SamplingFunction = Callable[[torch.Tensor, list[SamplingParams]], torch.Tensor]
 OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
@@ -118,9 +123,12 @@ class Completion:
     def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> str:
         """Add a generated token and decide whether it was the last; returns the text that became certain.
 
-        An error in the token's text ends the completion. A token after the end is dropped.
+        An error in the token's text ends the completion, and so does `NO_TOKEN`. A token after the end is dropped.
         """
         if self.finish_reason is not None:
+            return ""
+        if token_id == NO_TOKEN:
+            self.fail(FloatingPointError(NO_SCORES))
             return ""
         try:
             return self._append(token_id, logprobs)

@@ -19,7 +19,8 @@ from torch import Tensor
 from stage_a_naive.contract.filters import HOTTEST, SMALLEST
 from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.noise import mix32
-from stage_a_naive.contract.outputs import Request
+from stage_a_naive.contract.outputs import NO_TOKEN, Request
+from stage_a_naive.sampling import where_finite
 from stage_d_paged.batch import upload
 from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler.logprobs import RowLogprobs, row_logprobs
@@ -36,11 +37,12 @@ class SampledTokens:
     """A step's tokens, still on the device."""
 
     ids: Tensor  # int64 [rows]
+    told: Tensor  # the same for the host, with `NO_TOKEN` where none could be chosen
     logprobs: RowLogprobs | None = None
     errors: dict[int, Exception] | None = None  # of rows whose `sampling_fn` failed; their ids mean nothing
 
     def on_host(self, ids: Tensor) -> Sampled:
-        """Return the step's result. `ids` are the same on the host, or on the device, which is waited for then."""
+        """Return the step's result. `ids` are `told`, on the host, or on the device, which is waited for then."""
         token_ids = ids.tolist()
         return Sampled(token_ids, self.logprobs and self.logprobs.by_row(token_ids), self.errors)
 
@@ -155,22 +157,32 @@ class Sampler:
 
     # ---- the device's part -------------------------------------------------------------------------------------
 
-    def choose(self, logits: Tensor, rows: SamplerInput[Tensor]) -> Tensor:
-        """Choose a token for every row of `logits [rows, vocab]`, ids int64 `[rows]`, and count it for penalties."""
+    def choose(self, logits: Tensor, rows: SamplerInput[Tensor]) -> tuple[Tensor, Tensor]:
+        """Choose a token for every row of `logits [rows, vocab]`, and count it for penalties.
+
+        Returns:
+            ids int64 `[rows]`, and the same for the host, with `NO_TOKEN` in rows without a finite maximum.
+        """
         if self._device.type == "cuda":
             return self._choose(logits, rows)
         if not rows.rules[:, FLAGS].any():
-            return logits.argmax(-1)  # all greedy
-        ids = self._choose(logits, rows)
+            ids = logits.argmax(-1)  # all greedy
+            return ids, where_finite(ids, logits)
+        ids, told = self._choose(logits, rows)
         count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED == 0)
-        return ids
+        return ids, told
 
-    def complete(self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray) -> SampledTokens:
+    def _choose_ids(self, logits: Tensor, rows: SamplerInput) -> Tensor:
+        return self._choose(logits, rows)[0]
+
+    def complete(
+        self, logits: Tensor, ids: Tensor, told: Tensor, rows: SamplerInput, batch_slots: np.ndarray
+    ) -> SampledTokens:
         """Add what `choose` cannot do: the tokens of rows with a bias or another sampler, and log-probabilities.
 
         Args:
             logits: `[rows, vocab]`, as `choose` got them.
-            ids: int64 `[rows]`, what it returned; those of rows with another sampler are written.
+            ids, told: int64 `[rows]`, what it returned; the ids of rows with another sampler are written.
             batch_slots: of the rows, on the host.
         """
         flags = self._rules[batch_slots, FLAGS]
@@ -181,16 +193,18 @@ class Sampler:
             if biased := [row for row, request in enumerate(requests) if request.params.logit_bias]:
                 scores = add_logit_bias(logits, [request.params for request in requests])
                 [places] = upload([np.array(biased)], self._device)
-                ids.index_copy_(0, places, self._choose(scores.index_select(0, places), rows.at(places)))
+                ids.index_copy_(0, places, self._choose_ids(scores.index_select(0, places), rows.at(places)))
             if any(request.sampling_fn is not None for request in requests):
                 errors = choose_replaced(penalised(scores, rows.rules, self.counts), requests, ids)
             if self.constraints is not None:
-                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose)
+                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose_ids)
+            told = torch.where(told == NO_TOKEN, told, ids)
             if (flags & PENALISED).any():
                 count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED > 0)
         asking = np.flatnonzero(flags & LOGPROBS).tolist()
         if not asking:
-            return SampledTokens(ids, errors=errors)
+            return SampledTokens(ids, told, errors=errors)
         counts = [self._requests[slot].params.logprobs for slot in batch_slots[asking].tolist()]
         counts = [min(count, self._vocab_size) for count in counts]
-        return SampledTokens(ids, row_logprobs(logits, ids, rows.asking[: len(asking)], asking, counts), errors)
+        logprobs = row_logprobs(logits, ids, rows.asking[: len(asking)], asking, counts)
+        return SampledTokens(ids, told, logprobs, errors)

@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from interrupts import fail_at_token
+from safetensors.torch import load_file, save_file
 
 from contract.engines import GREEDY, NOTHING, PROMPTS, ask, finish, forward_calls, held, ids, sampler, waiting_call
+from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import GenerationOutput, SamplingParams
 
 READ_AS_IT_COMES = replace(GREEDY, stop="zzz")
@@ -223,3 +226,42 @@ def test_a_request_that_was_added_and_aborted_is_no_error_of_the_steps_after(llm
         outputs.update(llm.step()[0])
     assert llm.calls.abort(aborted) and not llm.calls.abort(aborted)
     assert outputs | finish(llm) == {kept: expected[1]}
+
+
+OVERFLOWING = ["What is a KV cache?", "Why?", "What is prefill?", "用要点概述", "A block table"]
+WAYS = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    {"temperature": 0.9, "seed": 2},
+    {"top_p": 0.9, "seed": 3},
+]
+
+
+@pytest.fixture
+def overflowing(tutor_copy: Path) -> Path:
+    """A checkpoint of finite weights whose logits are infinite or NaN where one channel of its last norm is above 1."""
+    [path] = tutor_copy.glob("*.safetensors")
+    weights = load_file(path)
+    weights["model.norm.weight"][20] = 3e38
+    save_file(weights, path, metadata={"format": "pt"})
+    return tutor_copy
+
+
+def ends(llm: NaiveLLM, prompts: list[str], params: list[SamplingParams]) -> list[tuple[list[int], str]]:
+    with pytest.raises(FloatingPointError, match="scores for the next token have no finite maximum") as caught:
+        llm.generate(prompts, params, False)
+    return [(output["token_ids"], output["finish_reason"]) for output in caught.value.outputs]
+
+
+@pytest.mark.needs("exact")
+def test_scores_without_a_finite_maximum_end_their_request_at_the_first_such_step(engine, overflowing: Path) -> None:
+    asked = [(prompt, way) for way in WAYS for prompt in OVERFLOWING]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, **way) for _, way in asked]
+    prompts = [prompt for prompt, _ in asked]
+    expected = ends(NaiveLLM(overflowing, device="cpu"), prompts, params)
+    assert {len(token_ids) for token_ids, reason in expected if reason == "error"} >= {1, 5, 8}
+    assert "length" in [reason for _, reason in expected]
+    with engine.made(overflowing) as llm:
+        assert ends(llm, prompts, params) == expected
+        with sampler(llm, lambda logits, params: logits.nan_to_num(0, 0).argmax(-1)):
+            assert "error" in [reason for _, reason in ends(llm, OVERFLOWING, params[:5])]
