@@ -19,8 +19,8 @@ from torch import Tensor
 
 from stage_a_naive.checkpoints.loading import load_hf_model
 from stage_a_naive.contract.logprobs import PromptLogprobs, score_tokens, top_logprobs
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
-from stage_a_naive.entrypoints.frontend import Frontend, OnText
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, synchronized_time
+from stage_a_naive.entrypoints.frontend import Frontend
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 
@@ -90,7 +90,5 @@ class LLM(Frontend):
         token_id = int(ids)  # waits for the device
         count = completion.request.params.logprobs
         logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
-        piece = completion.append(token_id, logprobs)
-        if piece and on_text is not None:
-            on_text(completion.request.index, piece)
+        completion.tell(on_text, completion.append(token_id, logprobs))
         return token_id

@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from stage_a_naive.contract.logprobs import PromptLogprobs, top_logprobs
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, synchronized_time
 from stage_a_naive.contract.params import as_boolean, as_integer, check_field
-from stage_a_naive.entrypoints.frontend import OnText
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.llm import LLM as NaiveLLM
 from stage_a_naive.sampling import choose_tokens
@@ -196,9 +195,7 @@ class LLM(NaiveLLM):
                 return
             # With log-probabilities every step is waited for, so these logits are this token's.
             logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
-            piece = completion.append(token_id, logprobs)
-            if piece and on_text is not None:
-                on_text(completion.request.index, piece)
+            completion.tell(on_text, completion.append(token_id, logprobs))
 
     # Before the clock starts -----------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from stage_a_naive.contract.logprobs import PromptLogprobs
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, synchronized_time
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.requests import only_answer
-from stage_a_naive.entrypoints.frontend import Frontend, OnText
+from stage_a_naive.entrypoints.frontend import Frontend
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.engine import StaticEngine
@@ -99,12 +99,10 @@ class LLM(Frontend):
         try:
             with bar or nullcontext():
                 while not all(sequence.is_finished for sequence in sequences):
-                    news = self._stepping.step_for(sequences) if self._stepping else engine.step()[0]
-                    for sequence, piece in news:
+                    for sequence, piece in engine.step()[0]:
                         if sequence in (self._stepping or ()):
                             continue
-                        if piece and on_text is not None:
-                            on_text(sequence.request.index, piece)
+                        sequence.completion.tell(on_text, piece)
                         if bar is not None:
                             bar.update(sequence.is_finished)
         finally:  # also after an error or Ctrl-C: no request of this call keeps a block
@@ -145,7 +143,7 @@ class LLM(Frontend):
             in a decode step, minus the number of sequences.
 
         Raises:
-            Exception: what broke the step off. The requests that it is about are dropped, the others go on.
+            Exception: what ended a request, or broke the step off; the others go on.
         """
         with self._one_call():
             return (self._stepping or Stepping(self.engine)).step()

@@ -99,7 +99,7 @@ class Engine:
             if ended and ended[-1] is sequence:  # in an earlier row
                 num_late += 1
             elif errors and i in errors:
-                sequence.error = errors[i]
+                sequence.completion.fail(errors[i])
                 ended.append(sequence)
             else:
                 self._uncertain = sequence
@@ -125,8 +125,9 @@ class Engine:
         """Note the end of a sequence, done or not, and release what it holds. A second call does nothing."""
         if self.scheduler.find(sequence.request_id) is not sequence:
             return
-        if sequence.is_finished and sequence.error is None:
+        if sequence.is_finished:
             sequence.end(time.perf_counter())
+        if sequence.is_finished and sequence.error is None:
             self.counters.num_finished += 1
         else:
             self.counters.num_aborted += 1
@@ -136,7 +137,7 @@ class Engine:
     def forget(self) -> None:
         """Start again from what is certain, the tokens of each request; at any moment, and twice."""
         if self._uncertain is not None:
-            self._uncertain.replay()
+            self._uncertain.completion.replay()
             self._uncertain = None
         while self._launched:
             with suppress(Exception):  # it may have failed as well; what it reports then is reported already
@@ -144,7 +145,7 @@ class Engine:
         for part in filter(None, (self.runner, self.drafts, self.scheduler, self.trace)):
             part.forget()
         for sequence in self.scheduler.unfinished:
-            if sequence.error is not None or sequence.is_finished:
+            if sequence.is_finished:
                 self.remove(sequence)
             else:
                 self.news.append(sequence)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from stage_a_naive.contract.logprobs import PromptLogprobs
-from stage_a_naive.contract.outputs import GenerationOutput, Request
+from stage_a_naive.contract.outputs import GenerationOutput, OnText, Request, returned
 from stage_a_naive.contract.requests import only_answer
-from stage_a_naive.entrypoints.frontend import Frontend, OnText, Prompts
+from stage_a_naive.entrypoints.frontend import Frontend, Prompts
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
@@ -119,6 +119,7 @@ class LLM(Frontend):
 
         Raises:
             ValueError: at the call, as `generate`.
+            Exception: what ended one request, when all have ended, as `generate`.
         """
         requests = self.requests(prompts, sampling_params)
         pieces = self._stream([only_answer(requests)] if isinstance(prompts, str) else requests)
@@ -126,10 +127,14 @@ class LLM(Frontend):
 
     def _stream(self, requests: list[Request]) -> Iterator[tuple[int, str]]:
         self._check_usable()
+        outputs: dict[int, GenerationOutput] = {}
         with closing(serve(self.calls, requests, streams=True)) as events:
             for request, event in events:
                 if event.text:
                     yield request.index, event.text
+                if event.output is not None:
+                    outputs[request.index] = event.output
+        returned([outputs[request.index] for request in requests])
 
     def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
@@ -188,16 +193,23 @@ class LLM(Frontend):
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         outputs: dict[int, GenerationOutput] = {}
+        errors: dict[int, Exception] = {}  # of the callback
         bar = progress_bar(total=len(requests), desc="generate", unit="request") if use_tqdm else None
         rates = Rates(bar, self.engine.counters) if bar is not None else None
         with bar or nullcontext(), closing(serve(self.calls, requests, on_text is not None, rates)) as events:
             for request, event in events:
-                if event.text and on_text is not None:
-                    on_text(request.index, event.text)
+                if event.text and on_text is not None and request.index not in errors:
+                    try:
+                        on_text(request.index, event.text)
+                    except Exception as error:
+                        errors[request.index] = error
+                        self.calls.abort(event.request_id)
                 if event.output is not None:
                     outputs[request.index] = event.output
                     if bar is not None:
                         bar.update()
+        for index, error in errors.items():
+            outputs[index].update(finish_reason="error", error=error)
         return [outputs[request.index] for request in requests]
 
 
@@ -221,7 +233,7 @@ def make_sampler(runtime: Runtime, options: BatchingOptions, constraints: Constr
 def serve(
     calls: Calls, requests: Sequence[Request], streams: bool, rates: Rates | None = None
 ) -> Generator[tuple[Request, Event], None, None]:
-    """Drive the engine until all of `requests` are answered, yielding each one's events.
+    """Drive the engine until all of `requests` have ended, yielding each one's events.
 
     However it ends, by an error, Ctrl-C, or a reader that stops reading, the requests that are not done are dropped.
     Close it (`contextlib.closing`) to have that happen at once.
@@ -229,9 +241,6 @@ def serve(
     Args:
         streams: whether text is wanted as it comes, or only at the end.
         rates: updated after every step.
-
-    Raises:
-        Exception: what ended one of the requests.
     """
     mailbox = calls.new_mailbox()
     pending: dict[int, Request] = {}
@@ -240,8 +249,6 @@ def serve(
             pending[calls.add_request(request, mailbox, streams)] = request
         while pending:
             for event in mailbox.take():
-                if event.error is not None:
-                    raise event.error
                 request = pending[event.request_id]
                 if event.output is not None:
                     del pending[event.request_id]

@@ -21,7 +21,8 @@ from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_e_batching.step import ScheduledStep
 
-NOTHING = SampledTokens(torch.empty(0, dtype=torch.int64))  # of a step in which no row samples
+NO_IDS = torch.empty(0, dtype=torch.int64)
+NOTHING = SampledTokens(NO_IDS, NO_IDS)  # of a step in which no row samples
 
 
 class ModelRunner:
@@ -58,10 +59,10 @@ class ModelRunner:
         steps = np.array([sequence.num_generated_tokens for sequence in sampling])
         needs = self.sampler.fill(batch_slots, steps, rows)
         rows = SamplerInput(*upload(list(rows), self.device))
-        ids = self.sampler.choose(logits, rows)
+        ids, told = self.sampler.choose(logits, rows)
         if not needs & (LOGPROBS | REPLACED):
-            return SampledTokens(ids)
-        return self.sampler.complete(logits, ids, rows, batch_slots)
+            return SampledTokens(ids, told)
+        return self.sampler.complete(logits, ids, told, rows, batch_slots)
 
     def forget(self) -> None:
         """Wait until the device has done what it was told, and drop that. What it reports now is reported already."""

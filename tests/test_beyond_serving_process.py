@@ -21,10 +21,12 @@ from beyond.serving import wire
 from beyond.serving.__main__ import main, parse, serve_process
 from beyond.serving.engine_loop import Call, EngineClosed
 from beyond.serving.engine_process import EngineProcess
+from beyond.serving.http_errors import as_request_error
 from beyond.serving.remote_engine import RemoteLLM
 from beyond.serving.server import listen
 from stage_a_naive.contract.errors import EngineBroken
 from stage_a_naive.contract.outputs import Request
+from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls.mailbox import Event, Token
 
@@ -150,6 +152,18 @@ def test_news_are_read_as_they_were_written_wherever_the_pipe_cuts_them():
     *read, failed = [wire.unpack_event(*row) for row in rows]
     assert read == [event._replace(request_id=i) for i, event in enumerate(events[:3])]
     assert repr(failed.error) == "KeyError('why')"
+
+
+def test_what_ended_one_request_alone_crosses_with_its_output_as_one_error():
+    error = GrammarError("structured_outputs: no text has this form")
+    output = {"text": "a", "finish_reason": "error", "error": error}
+    packed = wire.pack_news(
+        0.0, None, [(Call([]), Request(0, [1], SamplingParams(), 0), Event(0, [], "", output, error))]
+    )
+    [(_, _, _, [row])] = wire.take_messages(bytearray(wire.HEAD.pack(len(packed)) + packed))
+    event = wire.unpack_event(*row)
+    assert event.error is event.output["error"] and as_request_error(event.error).status == 400
+    assert "no text has this form" in str(event.error)
 
 
 def test_an_error_that_only_one_of_the_processes_can_make_crosses_as_text(tmp_path, monkeypatch):

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 
 from beyond import LLM
 from beyond.serving.tool_calls import CallParser
-from beyond.serving.tools import HERMES, LLAMA3_JSON, for_template, parse_tools, tool_format, write_grammar
+from beyond.serving.tools import HERMES, LLAMA3_JSON, parse_tools, tool_format, write_grammar
 from stage_a_naive import SamplingParams
+from stage_a_naive.chat import for_template
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 pytest.importorskip("llguidance")
@@ -202,7 +203,7 @@ WRONG_CALLS = [
     ("x", "messages[1].tool_calls must be"),
     ([1], "messages[1].tool_calls[0] must be"),
     ([{"function": {"name": "f", "arguments": "{"}}], "messages[1].tool_calls[0].function.arguments must be"),
-    ([{"function": {"name": "f", "arguments": {}}}], "messages[1].tool_calls[0].function.arguments must be"),
+    ([{"function": {"name": "f", "arguments": "[]"}}], "messages[1].tool_calls[0].function.arguments must be"),
 ]
 
 

@@ -84,6 +84,38 @@ def test_pieces_of_any_ids_join_to_what_the_tokenizer_decodes(name: str, data: s
     assert "".join(stream(tokenizer, ids)) == decode_all(tokenizer, ids) == text
 
 
+@every_tokenizer
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_an_answer_is_decoded_behind_the_prompts_last_token(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=8))
+    before = [tokenizer.convert_tokens_to_ids("a"), *data.draw(st.lists(st.sampled_from([0, 1, 2, len(tokenizer)])))]
+    decoder = IncrementalDecoder(tokenizer, before)
+    text = "".join([*map(decoder.append, ids), decoder.flush()])
+    assert "a" + text == tokenizer.backend_tokenizer.decode([before[0], *ids], skip_special_tokens=True)
+    assert text == decode_all(tokenizer, ids, before)
+
+
+@pytest.mark.parametrize("name", ["byte fallback", "metaspace"])
+@pytest.mark.parametrize("stop", [(), " b", "</s>"], ids=["whole", "a stop string", "a special token"])
+@pytest.mark.parametrize("text_at_end", [False, True])
+def test_an_answer_keeps_its_first_space_whatever_the_decoder_drops(name: str, stop: object, text_at_end: bool) -> None:
+    tokenizer = TOKENIZERS[name]
+    word, space_a, space_b, end = tokenizer.convert_tokens_to_ids(["a", "▁a", "▁b", "</s>"])
+    completion = Completion(
+        Request(0, [1, word, 2], SamplingParams(stop=stop, max_tokens=4), seed=0),
+        tokenizer,
+        frozenset(),
+        99,
+        text_at_end,
+    )
+    pieces = [completion.append(i) for i in (space_a, space_a, end, space_b)]
+    assert completion.text == {(): " a a b"}.get(stop, " a a")
+    assert "".join(pieces) == completion.text
+    assert completion.finish_reason == ("stop" if stop else "length")
+
+
 def test_after_a_placeholder_a_text_begins_anew() -> None:
     tokenizer = TOKENIZERS["byte fallback"]
     word, unknown = tokenizer.convert_tokens_to_ids("▁a"), len(tokenizer)
@@ -160,6 +192,18 @@ def test_the_second_request_of_a_call_counts_its_wait_in_the_ttft() -> None:
 def test_ignore_eos_goes_on_but_stop_token_ids_still_stop() -> None:
     completion, _ = grow([EOS, 9, 8], ignore_eos=True, stop_token_ids=[8])
     assert completion.token_ids == [EOS, 9, 8] and completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("text_at_end", [False, True])
+def test_a_stop_string_that_is_a_special_token_is_its_id(text_at_end: bool) -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    a, start, end, call = tokenizer.convert_tokens_to_ids(["a", "<s>", "</s>", "<tool call>"])
+    params = SamplingParams(stop=["<s>", "<tool call>"], ignore_eos=True, max_tokens=99)
+    for token_id in (start, call):  # the second is no special token: its text is seen
+        completion = Completion(Request(0, [a], params, seed=0), tokenizer, frozenset({end}), 9999, text_at_end)
+        for i in (a, end, token_id):
+            completion.append(i)
+        assert (completion.text, completion.finish_reason, completion.token_ids[-1]) == ("a", "stop", token_id)
 
 
 @pytest.mark.parametrize("stop", ["KV cache", "cache", "e is a"])

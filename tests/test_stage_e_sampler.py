@@ -84,11 +84,11 @@ def choose(
     logits = torch.tensor([row["logits"] for row in batch], dtype=dtype)
     rows, needs = rows_of(sampler, batch, batch_slots)
     given = logits.clone()
-    ids = sampler.choose(logits, rows)
+    ids, told = sampler.choose(logits, rows)
     assert torch.equal(logits, given), "log-probabilities are of these"
     if not needs & (LOGPROBS | REPLACED):
-        return SampledTokens(ids)
-    return sampler.complete(logits, ids, rows, np.array(batch_slots))
+        return SampledTokens(ids, told)
+    return sampler.complete(logits, ids, told, rows, np.array(batch_slots))
 
 
 def scores_of(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> torch.Tensor:
@@ -109,7 +109,7 @@ def logprobs_for(batch: list[dict]) -> list[dict[int, float] | None]:
     sampler = make_sampler(len(batch), len(batch[0]["logits"]))
     admit_all(sampler, batch, list(range(len(batch))))
     drawn = choose(sampler, batch, list(range(len(batch))))
-    return drawn.logprobs.by_row(drawn.ids.tolist())
+    return drawn.logprobs.by_row(drawn.told.tolist())
 
 
 def choose_one_by_one(batch: list[dict], dtype: torch.dtype = torch.float32) -> list[int]:
@@ -132,7 +132,7 @@ def test_every_row_is_what_stage_a_chooses_for_it_alone(dtype, batch, random):
     batch_slots = random.sample(range(8), len(batch))
     admit_all(sampler, batch, batch_slots)
     drawn = choose(sampler, batch, batch_slots, dtype)
-    assert drawn.ids.tolist() == choose_one_by_one(batch, dtype)
+    assert drawn.told.tolist() == choose_one_by_one(batch, dtype)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -175,7 +175,7 @@ def test_logprobs_are_stage_as(batch):
     batch_slots = list(range(len(batch)))
     admit_all(sampler, batch, batch_slots)
     drawn = choose(sampler, batch, batch_slots)
-    ids = drawn.ids.tolist()
+    ids = drawn.told.tolist()
     found = drawn.logprobs.by_row(ids) if drawn.logprobs else [None] * len(ids)
     for row, token_id, logprobs in zip(batch, ids, found, strict=True):
         count = row["params"].logprobs

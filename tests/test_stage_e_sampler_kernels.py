@@ -22,6 +22,7 @@ choice = random.Random(0).choice
 for rows, vocab, dtype in {cases}:
     logits = (torch.randn(rows, vocab) * 3).to(dtype)
     logits[0, : vocab // 2] = float("-inf")
+    logits[-1, vocab // 2], logits[-2, vocab - 1] = float("nan"), float("inf")  # no token can be chosen there
     logits[1, [vocab * 2 // 3, vocab - 1]] = 60.0  # equals, in two stretches where there are several
     few = logits[3, [5, vocab // 2, vocab - 1]]
     logits[3] = float("-inf")
@@ -47,18 +48,19 @@ for rows, vocab, dtype in {cases}:
     keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
     rules = torch.from_numpy(np.stack([rules_of(p, False, vocab, row) for row, p in enumerate(params)]))
     asked = SamplerInput(temperatures, keys, rules, torch.zeros(rows, dtype=torch.int32))
-    expected = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
+    _, expected = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
     table = counts.to(device, copy=True)
     chooser = RowChooser(rows, vocab, table)
     on_device = SamplerInput(*(array.to(device) for array in asked))
-    ids = chooser(logits.to(device), on_device).cpu()
+    ids, told = (found.cpu() for found in chooser(logits.to(device), on_device))
+    assert expected[-2:].tolist() == [-2, -2] and ids.min() >= 0, "the next step can run on them"
     count_tokens(counts, rules, ids, torch.ones(rows, dtype=torch.bool))
-    assert torch.equal(ids, expected), [(i, params[i]) for i in (ids != expected).nonzero()[:, 0].tolist()]
+    assert torch.equal(told, expected), [(i, params[i]) for i in (told != expected).nonzero()[:, 0].tolist()]
     assert torch.equal(table.cpu(), counts), "the tokens are counted"
     table.copy_(counts)
-    again = [chooser(logits[first:last].to(device), SamplerInput(*(array[first:last] for array in on_device)))
+    again = [chooser(logits[first:last].to(device), SamplerInput(*(array[first:last] for array in on_device)))[1]
              for first, last in ((0, 1), (1, rows))]
-    fewer = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
+    _, fewer = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
     assert torch.equal(torch.cat(again).cpu(), fewer), "divided among other numbers of programs"
 print("equal")
 """

@@ -27,7 +27,7 @@ from beyond.serving.answers import Answer, text_of, without_tokens
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import EventStream, unless_gone
-from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
+from beyond.serving.http_errors import App, Endpoint, error_body, error_response, refused_prompt
 from beyond.serving.messages import Messages
 from beyond.serving.metrics import exposition
 from beyond.serving.openapi import HEADERS, describe_api, docs_page
@@ -48,7 +48,7 @@ from beyond.serving.responses import Responses
 from beyond.serving.tools import tool_format
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.logprobs import PromptLogprobs
-from stage_a_naive.contract.outputs import GenerationOutput, Request
+from stage_a_naive.contract.outputs import GenerationOutput, Request, returned
 from stage_a_naive.contract.params import as_integer
 from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_e_batching.calls.mailbox import Token
@@ -309,7 +309,14 @@ class Api:
                     if event.output is not None:
                         outputs[request.index] = event.output
         order = range(len(requests))
-        return JSONResponse(answer.whole([outputs[i] for i in order], [tokens[i] for i in order], scores))
+        ended = [outputs[i] for i in order]
+        if all("error" in output for output in ended):
+            returned(ended)
+        whole = answer.whole(ended, [tokens[i] for i in order], scores)
+        for choice, output in zip(whole["choices"], ended, strict=True):
+            if "error" in output:
+                choice |= error_body(output["error"])
+        return JSONResponse(whole)
 
     async def _scores(self, requests: list[Request], count: int) -> list[PromptLogprobs]:
         try:

@@ -25,7 +25,7 @@ from beyond.serving.metrics import RequestMetrics, engine_numbers
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
 from beyond.serving.scoring import groups, score_prompts
 from stage_a_naive.contract.logprobs import PromptLogprobs
-from stage_a_naive.contract.outputs import GenerationOutput, Request
+from stage_a_naive.contract.outputs import GenerationOutput, Request, returned
 from stage_a_naive.contract.requests import only_answer
 from stage_a_naive.entrypoints.frontend import Prompts
 from stage_a_naive.sampling import SamplingParams
@@ -56,15 +56,15 @@ class Stream(Call):
         self.num_unfinished = len(requests)
         self._llm = llm
         self._news: list[tuple[Request, Event]] = []
-        self._error: Exception | None = None  # what ended a request; told behind the news that came before it
+        self._error: Exception | None = None  # what ended the engine's work; told behind the news that came before it
         self._arrived: asyncio.Future[None] | None = None  # while the reader waits
 
     def put(self, request: Request, event: Event) -> None:
         """Take in what the engine tells about a request."""
         self.num_unfinished -= event.output is not None or event.error is not None
-        if self._error is None:
+        if event.output is None and self._error is None:
             self._error = event.error
-        if self._error is None:
+        if self._error is None:  # what ends one request alone is told with its output
             self._news.append((request, event))
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
@@ -79,7 +79,7 @@ class Stream(Call):
         return self
 
     async def __anext__(self) -> list[tuple[Request, Event]]:
-        """Return the next events; those before an error first. Raises what ended a request."""
+        """Return the next events, also those of requests that failed. Raises an error of the engine, behind them."""
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -157,13 +157,13 @@ class AsyncLLM:
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[GenerationOutput]:
-        """Complete prompts, as `llm.generate` does. Cancel it, and the requests are dropped."""
+        """Complete prompts, as `llm.generate` does, errors too. Cancel it, and the requests are dropped."""
         requests = await asyncio.to_thread(self.llm.requests, prompts, sampling_params)
         outputs: dict[int, GenerationOutput] = {}
         with self.submit(requests) as stream:
             async for news in stream:
                 outputs |= {request.index: event.output for request, event in news if event.output is not None}
-        return [outputs[request.index] for request in requests]
+        return returned([outputs[request.index] for request in requests])
 
     async def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
@@ -175,6 +175,8 @@ class AsyncLLM:
                 for _, event in news:
                     if event.text:
                         yield event.text
+                    if event.error is not None:
+                        raise event.error
 
     async def score(self, prompts: list[list[int]], count: int) -> list[PromptLogprobs]:
         """Compute the log-probability of every token of some prompts, and of the `count` likeliest in its place.

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from beyond.serving.defaults import keep_all_if_negative
-from beyond.serving.tools import HERMES, ToolFormat, Tools, for_template, parse_tools
+from beyond.serving.tools import HERMES, ToolFormat, Tools, parse_tools
+from stage_a_naive.chat import for_template
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.params import SamplingParams, as_integer
 

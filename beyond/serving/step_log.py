@@ -192,7 +192,7 @@ def _pool(scheduler: Scheduler, running: list[BatchSequence]) -> dict[str, Any]:
 
 
 def _summary(sequence: BatchSequence) -> dict[str, Any]:
-    assert sequence.output is not None  # it ended well
+    assert sequence.output is not None  # it was not aborted
     metrics = sequence.output["metrics"]
     return {
         "id": sequence.request_id,

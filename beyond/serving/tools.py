@@ -232,39 +232,3 @@ def _text_rules(form: ToolFormat) -> list[str]:
     elif form.opening:  # ends with the first opening; such a rule is one expression, so it can have no tokens
         rules.append(f"opened[lazy]: TEXT {form.quote(form.opening)}")
     return rules
-
-
-def for_template(messages: list) -> list:
-    """Return a conversation as templates expect it: text in every message, and the arguments of calls as objects.
-
-    Raises:
-        ValueError: a message's calls are not what an answer has; its first word is the field.
-    """
-    return [_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _for_template(message: object, where: str) -> object:
-    if not isinstance(message, dict) or message.get("tool_calls") is None:
-        return message
-    calls = message["tool_calls"]
-    if message.get("role") != "assistant" or not isinstance(calls, list):
-        raise ValueError(f"{where}.tool_calls must be a list, in a message of the assistant, got {shown(calls)}")
-    if not calls:  # as none
-        return {name: value for name, value in message.items() if name != "tool_calls"}
-    content = "" if message.get("content") is None else message["content"]
-    read = [_call_for_template(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return {**message, "content": content, "tool_calls": read}
-
-
-def _call_for_template(call: object, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f'{where} must be {{"id": …, "type": "function", "function": {{…}}}}, got {shown(call)}')
-    arguments = function.get("arguments")
-    try:
-        read = json.loads(arguments) if isinstance(arguments, str) else None
-    except (ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict):
-        raise ValueError(f"{where}.function.arguments must be the JSON text of an object, got {shown(arguments)}")
-    return {**call, "function": {**function, "arguments": read}}

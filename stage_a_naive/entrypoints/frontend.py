@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
@@ -21,7 +21,7 @@ from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.logprobs import PromptLogprobs
-from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
+from stage_a_naive.contract.outputs import GenerationOutput, Metrics, OnText, Request, SamplingFunction, returned
 from stage_a_naive.contract.params import SamplingParams, as_integer, check_sampling_fn
 from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, refuse_ids, text_or_ids
 from stage_a_naive.contract.requests import add_prompt_logprobs, one_per_answer, one_per_prompt
@@ -30,8 +30,6 @@ from stage_a_naive.contract.token_rules import TokenRules
 
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes
-
-OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 
 
 class Frontend:
@@ -102,13 +100,16 @@ class Frontend:
         Raises:
             ValueError: a prompt or the parameters are out of range; nothing has run then.
             RuntimeError: the engine is closed, belongs to another process, or is inside a call of this thread already.
+            Exception: what ended one request: an error of its sampler, its text, its form or its callback. It is raised
+                when all requests have ended, and has all outputs as `error.outputs`; those of requests that failed have
+                the `finish_reason` "error", and the exception as `error`.
         """
         requests = self.requests(prompts, sampling_params)
         with self._one_call():
             outputs = self._generate(requests, use_tqdm, on_text)
             if any(request.params.prompt_logprobs is not None for request in requests):
                 add_prompt_logprobs(outputs, requests, self._score)
-            return outputs
+            return returned(outputs)
 
     def chat(
         self,

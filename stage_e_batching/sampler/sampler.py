@@ -18,7 +18,9 @@ from torch import Tensor
 
 from stage_a_naive.contract.filters import HOTTEST, SMALLEST
 from stage_a_naive.contract.noise import mix32
+from stage_a_naive.contract.outputs import NO_TOKEN
 from stage_a_naive.contract.token_rules import FOREVER, apply_rules
+from stage_a_naive.sampling import where_finite
 from stage_d_paged.batch import upload
 from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler.logprobs import RowLogprobs, row_logprobs
@@ -35,17 +37,18 @@ class SampledTokens:
     """A step's tokens, still on the device."""
 
     ids: Tensor  # int64 [rows]
+    told: Tensor  # the same for the host, with `NO_TOKEN` where none could be chosen
     logprobs: RowLogprobs | None = None
     errors: dict[int, Exception] | None = None  # of rows whose `sampling_fn` failed; their ids mean nothing
 
     def on_host(self, ids: Tensor) -> Sampled:
-        """Return the step's result. `ids` are the same on the host, or on the device, which is waited for then."""
+        """Return the step's result. `ids` are `told`, on the host, or on the device, which is waited for then."""
         token_ids = ids.tolist()
         return Sampled(token_ids, self.logprobs and self.logprobs.by_row(token_ids), self.errors)
 
     def wait(self) -> Sampled:
         """Wait for the step's tokens."""
-        return self.on_host(self.ids)
+        return self.on_host(self.told)
 
 
 Choose = Callable[[Tensor, SamplerInput], Tensor]  # of logits and what their rows ask for: ids; counts nothing
@@ -168,26 +171,33 @@ class Sampler:
 
     # ---- the device's part -------------------------------------------------------------------------------------
 
-    def choose(self, logits: Tensor, rows: SamplerInput[Tensor]) -> Tensor:
-        """Choose a token for every row of `logits [rows, vocab]`, ids int64 `[rows]`, and count it for penalties."""
+    def choose(self, logits: Tensor, rows: SamplerInput[Tensor]) -> tuple[Tensor, Tensor]:
+        """Choose a token for every row of `logits [rows, vocab]`, and count it for penalties.
+
+        Returns:
+            ids int64 `[rows]`, and the same for the host, with `NO_TOKEN` in rows without a finite maximum.
+        """
         if self._device.type == "cuda":
             return self._choose(logits, rows)
         if not rows.rules[:, FLAGS].any():
-            return logits.argmax(-1)  # all greedy
-        ids = self._choose(logits, rows)
+            ids = logits.argmax(-1)  # all greedy
+            return ids, where_finite(ids, logits)
+        ids, told = self._choose(logits, rows)
         count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED == 0)
-        return ids
+        return ids, told
 
-    def complete(self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray) -> SampledTokens:
+    def _choose_ids(self, logits: Tensor, rows: SamplerInput) -> Tensor:
+        return self._choose(logits, rows)[0]
+
+    def complete(
+        self, logits: Tensor, ids: Tensor, told: Tensor, rows: SamplerInput, batch_slots: np.ndarray
+    ) -> SampledTokens:
         """Add what `choose` cannot do: the tokens of rows with rules or another sampler, and log-probabilities.
 
         Args:
             logits: `[rows, vocab]`, as `choose` got them.
-            ids: int64 `[rows]`, what it returned; those of rows with another sampler are written.
+            ids, told: int64 `[rows]`, what it returned; the ids of rows with another sampler are written.
             batch_slots: of the rows, on the host.
-
-        Raises:
-            Exception: a replaced `sampling_fn` failed, and for no row alone.
         """
         flags = self._rules[batch_slots, FLAGS]
         errors = None
@@ -203,23 +213,25 @@ class Sampler:
                 own = self._ruled(
                     logits.index_select(0, places), [sequences[row] for row in ruled], batch_slots[ruled], last
                 )
-                ids.index_copy_(0, places, self._choose(own, rows.at(places)))
+                ids.index_copy_(0, places, self._choose_ids(own, rows.at(places)))
                 if any(requests[row].sampling_fn or requests[row].params.structured_outputs for row in ruled):
                     scores = logits.to(own.dtype, copy=True).index_copy_(0, places, own)
             if any(request.sampling_fn is not None for request in requests):
                 errors = choose_replaced(penalised(scores, rows.rules, self.counts), requests, ids)
             if self.constraints is not None:
-                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose)
+                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose_ids)
             if ruled:
                 self._last_ids.index_copy_(0, slots, ids.index_select(0, places))
+            told = torch.where(told == NO_TOKEN, told, ids)
             if (flags & PENALISED).any():
                 count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED > 0)
         asking = np.flatnonzero(flags & LOGPROBS).tolist()
         if not asking:
-            return SampledTokens(ids, errors=errors)
+            return SampledTokens(ids, told, errors=errors)
         counts = [self._sequences[slot].request.params.logprobs for slot in batch_slots[asking].tolist()]
         counts = [min(count, self._vocab_size) for count in counts]
-        return SampledTokens(ids, row_logprobs(logits, ids, rows.asking[: len(asking)], asking, counts), errors)
+        logprobs = row_logprobs(logits, ids, rows.asking[: len(asking)], asking, counts)
+        return SampledTokens(ids, told, logprobs, errors)
 
     def _ruled(
         self, logits: Tensor, sequences: list[BatchSequence], batch_slots: np.ndarray, last_ids: Tensor
