@@ -259,3 +259,21 @@ def test_text_made_at_the_end_equals_text_made_on_the_way(token_ids: list[int], 
     for completion in (late, early):  # from outside, where it has not ended
         completion.finish("length")
     assert late.text == early.text
+
+
+def test_nothing_is_held_back_of_a_stop_string_that_stays_in_the_text():
+    ids = ids_of("a cache. b")
+    kept, pieces = grow(ids, stop="cache. c", include_stop_str_in_output=True)
+    assert "".join(pieces) == kept.text == "a cache. b"
+    held, pieces = grow(ids[:-1], stop="cache. c")
+    assert "".join(pieces) == "a " and held.text == "a cache."
+
+
+def test_a_stop_string_that_ended_before_min_tokens_is_not_found_later():
+    ids = [token for letter in "a.b.c" for token in ids_of(letter)]
+    completion, pieces = grow(ids, stop=".", min_tokens=2)
+    assert "".join(pieces) == completion.text == "a.b" and completion.finish_reason == "stop"
+    completion, pieces = grow(ids, stop="a.b", min_tokens=2)
+    assert "".join(pieces) == completion.text == "", "it ends in the third token"
+    completion, _ = grow(ids, stop="a.", min_tokens=2)
+    assert completion.text == "a.b.c" and completion.finish_reason is None

@@ -94,7 +94,7 @@ def test_the_text_keeps_the_stop_string_or_token_where_it_is_asked_to(tutor, lis
     ids, text = free["token_ids"], free["text"]
     stop = text[9:14]
     assert text.find(stop) == 9
-    asked = [{"stop": stop}, {"stop": [stop[1:], stop]}, {"stop": stop[:3]}, {"stop_token_ids": ids[5:6]}]
+    asked = [{"stop": stop}, {"stop": [stop[1:], stop]}, {"stop": [stop, stop[:3]]}, {"stop_token_ids": ids[5:6]}]
     kept = [replace(params, include_stop_str_in_output=True, **one) for one in asked]
     heard, listen = listener(5)
     outputs = tutor.chat([CHATS[0]] * 5, [*kept, replace(params, stop=stop)], False, listen if listens else None)

@@ -93,7 +93,7 @@ def test_what_gives_one_answer_refuses_several(llm) -> None:
 def test_log_probabilities_of_a_prompt_are_those_of_the_model(llm, naive) -> None:
     ask(llm, PROMPTS)  # now a prefix cache has their blocks
     params = [replace(GREEDY, max_tokens=1, prompt_logprobs=count) for count in (None, 0, 2, 4096)]
-    outputs = llm.generate([*PROMPTS[:3], PROMPTS[1]], [*params[:3], replace(params[3], n=2)], False)
+    outputs = llm.generate([*PROMPTS[:3], PROMPTS[4]], [*params[:3], replace(params[3], n=2)], False)
     assert "prompt_logprobs" not in outputs[0]
     assert outputs[3]["prompt_logprobs"] == outputs[4]["prompt_logprobs"]
     for output, count in zip(outputs[1:], (0, 2, 4096, 4096), strict=True):
