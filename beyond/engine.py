@@ -164,9 +164,8 @@ class LLM(stage_f.LLM):
                 shorten = constraints_of(self.runner.sampler).shorten if options.speculation == "ngram" else None
                 drafts = HostDrafts(self._drafter, rows, counters, shorten)
         depth = 1 if options.overlaps else 0
-        return Engine(
-            scheduler, self.runner, depth=depth, pace=pace, drafts=drafts, counters=counters, trace=self.trace
-        )
+        parts = {"pace": pace, "drafts": drafts, "counters": counters, "trace": self.trace}
+        return Engine(scheduler, self.runner, depth=depth, check=self._grammars.error_of, **parts)
 
     def _scheduler(self) -> Scheduler:
         options, parts = self.options, {}

@@ -18,7 +18,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from stage_e_batching.parts import Drafts, Launched, Pace, Report, Runner, Sampled
+from stage_e_batching.parts import Check, Drafts, Launched, Pace, Report, Runner, Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, Counters, ScheduledStep, State
 from stage_e_batching.trace import Trace
@@ -35,6 +35,7 @@ class Engine:
     drafts: Drafts | None = None  # guess tokens that a step verifies
     trace: Trace | None = None  # a record of every step
     counters: Counters = field(default_factory=Counters)
+    check: Check | None = None  # says what is wrong with an answer that is complete
     reports: list[Report] = field(default_factory=list)  # called with every step that has run
     news: deque[BatchSequence] = field(default_factory=deque)  # they have a token to read, or their end; to be emptied
     _launched: Launched = field(default_factory=deque, init=False)
@@ -125,6 +126,8 @@ class Engine:
         """Note the end of a sequence, done or not, and release what it holds. A second call does nothing."""
         if self.scheduler.find(sequence.request_id) is not sequence:
             return
+        if self.check is not None and sequence.is_finished and sequence.error is None:
+            sequence.error = self.check(sequence.completion)
         if sequence.is_finished and sequence.error is None:
             sequence.end(time.perf_counter())
             self.counters.num_finished += 1

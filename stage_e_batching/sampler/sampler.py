@@ -46,6 +46,7 @@ class SampledTokens:
 
 
 Choose = Callable[[Tensor, SamplerInput], Tensor]  # of logits and what their rows ask for: ids; counts nothing
+Penalise = Callable[[Tensor, Tensor], Tensor]  # of logits and the rules of their rows: scores
 
 
 class Constraints(Protocol):
@@ -56,7 +57,13 @@ class Constraints(Protocol):
         ...
 
     def choose(
-        self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray, choose: Choose
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        rows: SamplerInput,
+        batch_slots: np.ndarray,
+        choose: Choose,
+        penalise: Penalise | None,
     ) -> dict[int, Exception]:
         """Choose the tokens of constrained rows again, into `ids`; returns the errors of rows that have no token."""
         ...
@@ -188,7 +195,8 @@ class Sampler:
             if any(request.sampling_fn is not None for request in requests):
                 errors = choose_replaced(penalised(scores, rows.rules, self.counts), requests, ids)
             if self.constraints is not None:
-                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose)
+                penalise = partial(penalised, counts=self.counts) if (flags & PENALISED).any() else None
+                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose, penalise)
             if (flags & PENALISED).any():
                 count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED > 0)
         asking = np.flatnonzero(flags & LOGPROBS).tolist()
