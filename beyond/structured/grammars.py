@@ -11,18 +11,22 @@ Compiling takes milliseconds to seconds, so a thread does it. A request waits fo
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
 from functools import cached_property
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from beyond.structured.answers import Check, make_check, reason_against
-from beyond.structured.patterns import PatternError, check_pattern
+from beyond.structured.gbnf import GbnfError, gbnf_to_lark, place
+from beyond.structured.patterns import PatternError, check_pattern, scan
 from beyond.structured.schemas import Refused, first_refused, prepare
 from beyond.structured.tokens import library_tokens
 from stage_a_naive.checkpoints.loading import ModelSource, eos_token_ids, load_tokenizer
@@ -40,6 +44,8 @@ COMPILE_SECONDS = 10.0  # that a request waits for its form
 # Between two tokens of JSON: a space, or a new line and an indentation. Where any is allowed, a model may never end.
 WHITE_SPACE = r" |\n {0,8}"
 POLL_SECONDS = 0.01
+# Of Lark: a text, a remark, an expression, a mark by name.
+LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\[\]\s]+>')
 
 
 class Matcher:
@@ -138,9 +144,12 @@ class Grammars:
         return ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self._source)
+
+    @cached_property
     def _tokens(self) -> LLTokenizer:
-        tokenizer = load_tokenizer(self._source)
-        return library_tokens(tokenizer, self._vocab_size, eos_token_ids(self._source, tokenizer))
+        return library_tokens(self._tokenizer, self._vocab_size, eos_token_ids(self._source, self._tokenizer))
 
     def compile(self, form: StructuredOutputs) -> Future[Compiled]:
         """Have a form compiled, unless it is; returns its beginning, or the `GrammarError` that it is refused with."""
@@ -178,7 +187,7 @@ class Grammars:
         return GrammarError(f"structured_outputs: the answer is not what the {form.kind} asks for ({reason}){by}")
 
     def _compile(self, form: StructuredOutputs) -> Compiled:
-        state, grammar = compile_form(form, self._tokens)
+        state, grammar = compile_form(form, self._tokens, self._tokenizer.get_added_vocab())
         # The first masks make most of the library's tables: not in a step, but here.
         trial, mask = state.deep_copy(), np.zeros(self.num_words, np.int32)
         trial.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -194,8 +203,14 @@ class Grammars:
         return Compiled(state, make_check(form, grammar))
 
 
-def compile_form(form: StructuredOutputs, tokens: LLTokenizer) -> tuple[LLMatcher, str]:
+def compile_form(
+    form: StructuredOutputs, tokens: LLTokenizer, marks: Mapping[str, int] = MappingProxyType({})
+) -> tuple[LLMatcher, str]:
     """Compile a form with the library; returns the beginning of an answer, and the library's grammar.
+
+    Args:
+        tokens: of the model, as `library_tokens` describes them.
+        marks: ids of added tokens, which a grammar may name, as in `<|im_end|>`.
 
     Raises:
         GrammarError: it is wrong or too large, or the library has no support for it or reads it wrongly.
@@ -206,7 +221,7 @@ def compile_form(form: StructuredOutputs, tokens: LLTokenizer) -> tuple[LLMatche
         size = f"{len(form.text)} characters; at most {MOST_CHARACTERS} are allowed"
         raise GrammarError(f"structured_outputs: the {form.kind} has {size}")
     try:
-        grammar = write_grammar(form)
+        grammar = write_grammar(form, marks)
     except GrammarError:
         raise
     except Exception as error:  # what the library's readers of texts raise is not documented
@@ -217,10 +232,9 @@ def compile_form(form: StructuredOutputs, tokens: LLTokenizer) -> tuple[LLMatche
     return state, grammar
 
 
-def write_grammar(form: StructuredOutputs) -> str:
+def write_grammar(form: StructuredOutputs, marks: Mapping[str, int]) -> str:
     """Write a form in the library's language, or raise `GrammarError` or what the library raises."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     if form.kind in ("json", "json_object"):
         schema = prepare(json.loads(form.text or '{"type": "object"}'), WHITE_SPACE)
@@ -235,7 +249,33 @@ def write_grammar(form: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_regex(form.text)
     if form.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(map(quoted, json.loads(form.text))))
-    return LLMatcher.grammar_from_lark(any_to_lark(form.text))
+    try:
+        return LLMatcher.grammar_from_lark(as_lark(form.text, marks))
+    except (GbnfError, PatternError) as error:
+        raise _refused(form, "", str(error)) from None
+
+
+def as_lark(text: str, marks: Mapping[str, int]) -> str:
+    """Write a grammar in the library's dialect of Lark: one in GBNF, or in Lark with its marks by number.
+
+    Raises:
+        GbnfError, PatternError: it cannot be had; the message says where.
+    """
+    if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
+        return gbnf_to_lark(text)
+
+    def written(found: re.Match) -> str:
+        part = found[0]
+        if part[0] == "<":
+            return f"<[{marks[part]}]>" if part in marks else part
+        if part[0] == "/" and part[1] != "/":
+            try:
+                scan(part[1:])
+            except PatternError as error:
+                raise PatternError(f"the expression {part} at {place(text, found.start())}: {error}") from None
+        return part
+
+    return LARK_PARTS.sub(written, text)
 
 
 def quoted(text: str) -> str:

@@ -30,24 +30,22 @@ def check_pattern(pattern: str) -> regex.Pattern:
     Raises:
         PatternError: it is wrong, or would be read in two ways.
     """
-    _scan(pattern)
+    scan(pattern)
     try:
         return regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError) as error:
         raise PatternError(str(error)) from None
 
 
-def for_json(pattern: str) -> str:
-    """Write an expression for strings of JSON so that `[^"]` forbids the quote, too.
+def scan(pattern: str) -> str:
+    """Look for what is read in two ways; return the expression for strings of JSON, where `[^"]` forbids the quote too.
 
     In a class that has all control characters, the library allows every escape, also that of a character which the
-    class leaves out. One control character less, which no answer can have anyway, and it looks at each escape.
+    class leaves out. With one control character less, which no answer can have anyway, it looks at each escape.
+
+    Raises:
+        PatternError: as in `check_pattern`.
     """
-    return _scan(pattern)
-
-
-def _scan(pattern: str) -> str:
-    """Return the expression with `NOT_QUOTED` in its negated classes, or raise `PatternError`."""
     written, at = "", 0
     while at < len(pattern):
         found = PARTS.match(pattern, at)

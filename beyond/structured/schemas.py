@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from beyond.structured.answers import FORMATS, schema_error
-from beyond.structured.patterns import PatternError, check_pattern, for_json
+from beyond.structured.patterns import PatternError, check_pattern, scan
 from beyond.structured.tokens import byte_tokens
 
 MOST_TRIALS = 500  # of parts; in a larger schema the place may be a part around the one to blame
@@ -177,12 +177,12 @@ def _written(value: Any) -> Any:
     if own.pop("uniqueItems", False) and isinstance(choices := own.get("items"), dict) and "enum" in choices:
         own["maxItems"] = min(own.get("maxItems", len(choices["enum"])), len(choices["enum"]))
     if "pattern" in own:
-        own["pattern"] = for_json(own["pattern"])
+        own["pattern"] = scan(own["pattern"])
     for name in NAMED:
         if name in own:
             own[name] = {inner: _written(one) for inner, one in own[name].items()}
     if "patternProperties" in own:
-        own["patternProperties"] = {for_json(name): one for name, one in own["patternProperties"].items()}
+        own["patternProperties"] = {scan(name): one for name, one in own["patternProperties"].items()}
     for name in LISTED_OR_ONE:
         if name in own:
             own[name] = list(map(_written, own[name])) if isinstance(own[name], list) else _written(own[name])
