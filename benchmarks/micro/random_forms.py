@@ -5,8 +5,8 @@ that the library allows. An answer that has ended is read by another program (`b
 fails is wrong: the library has allowed what its form forbids. *The engine* is llguidance behind the checks on arrival of
 `beyond/structured`; there a wrong answer ends as its request's error.
 
-    pip install xgrammar==0.2.8                                   # no dependency of the course; without it, its rows are left out
-    python -m benchmarks.micro random_forms minutes=10            # go on with new forms for ten minutes
+    pip install xgrammar==0.2.8                 # no dependency of the course; without it, its rows are left out
+    python -m benchmarks.micro random_forms minutes=10 only=engine # go on with new forms for ten minutes
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "regex": random_regex,
     "grammar": random_grammar,
 }
-ENGINE = "the engine"
+ENGINE = "engine"
 MOST_TOKENS = 60  # of an answer
 MOST_REASONS = 5  # of wrong answers that are kept
 TABLES = """
@@ -151,11 +151,17 @@ def check_of(form: StructuredOutputs) -> Callable[[str], str] | None:
 
 
 def measure(
-    schemas: int = 2000, expressions: int = 1000, grammars: int = 200, answers: int = 2, parts: int = 5, minutes: float = 0
+    schemas: int = 2000,
+    expressions: int = 1000,
+    grammars: int = 200,
+    answers: int = 2,
+    parts: int = 5,
+    minutes: float = 0,
+    only: str = "",
 ) -> dict:
-    """Counts and seconds of each kind of form and each library, on the tutor's vocabulary.
+    """Counts and seconds of each kind of form and each library, or of one, on the tutor's vocabulary.
 
-    With `minutes`, random forms are tried for as long, and none counts as the last one.
+    With `minutes`, new forms are tried for at least as long.
     """
     source = resolve("tutor")
     tokenizer = load_tokenizer(source)
@@ -165,7 +171,7 @@ def measure(
 
     libraries: dict[str, Any] = {ENGINE: Llguidance(tokens, size, True)}
     versions = {"llguidance": version("llguidance")}
-    if not minutes:
+    if not only:
         libraries["llguidance"] = Llguidance(from_tokenizer(tokenizer, size, eos_ids), size, False)
         try:
             versions["xgrammar"] = version("xgrammar")

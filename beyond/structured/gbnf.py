@@ -179,11 +179,11 @@ class Reader:
         negated = bool(characters) and characters[0][0] == "^" and not characters[0][2]
         i = int(negated)
         while i < len(characters):
-            first = last = characters[i][0]
+            (first, at, _), last = characters[i], characters[i][0]
             if i + 2 < len(characters) and characters[i + 1][0] == "-" and not characters[i + 1][2]:
                 last, i = characters[i + 2][0], i + 2
             if last < first:
-                raise self.error(f"the range {first!r} to {last!r} is empty", characters[i][1])
+                raise self.error(f"the range {first!r} to {last!r} is empty", at)
             found.append((ord(first), ord(last)))
             i += 1
         merged = merge(found)
