@@ -125,7 +125,9 @@ def test_a_tokenizer_longer_than_the_vocabulary_spells_with_what_is_left(tokeniz
 
 @pytest.mark.parametrize("eos_ids", [[], [-1], [4096]])
 def test_a_model_that_cannot_end_an_answer_says_so(tokenizer, eos_ids: list[int]) -> None:
-    with pytest.raises(GrammarError, match="no token can end an answer: eos_token_id is .* has 4096 tokens; give one in"):
+    with pytest.raises(
+        GrammarError, match="no token can end an answer: eos_token_id is .* has 4096 tokens; give one in"
+    ):
         library_tokens(tokenizer, 4096, eos_ids)
 
 
@@ -170,7 +172,11 @@ def test_numbers_that_are_kept_are_served(grammars: Grammars) -> None:
 
 
 def test_a_reference_to_itself_that_may_end_is_served(grammars: Grammars) -> None:
-    tree = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
+    tree = {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["next"],
+    }
     grammars.start(as_structured_outputs({"json": tree}))
     assert json_accepts(tree, '{"next": {"next": null}}')
 
@@ -213,7 +219,9 @@ def test_an_expression_that_two_readers_read_differently_is_refused(pattern: str
         check_pattern(pattern)
 
 
-@pytest.mark.parametrize("pattern", [r"[a\-\-b]", r"[\[a]", "[]a]", "[^]a]", r"\[[a-z]+\]", "[[:alpha:]]", r"\p{L}", "a*?"])
+@pytest.mark.parametrize(
+    "pattern", [r"[a\-\-b]", r"[\[a]", "[]a]", "[^]a]", r"\[[a-z]+\]", "[[:alpha:]]", r"\p{L}", "a*?"]
+)
 def test_an_expression_with_one_meaning_is_taken(pattern: str) -> None:
     check_pattern(pattern)
 
@@ -274,7 +282,9 @@ def test_an_answer_that_its_form_does_not_accept_is_its_requests_error_alone(llm
     free = llm.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0))
     llm.add_request(PROMPT, SamplingParams(max_tokens=60, temperature=0, structured_outputs=wrong))
     ended = []
-    with pytest.raises(GrammarError, match="the answer is not what the json asks for .*2023-02-(29|30).*is not a 'date'"):
+    with pytest.raises(
+        GrammarError, match="the answer is not what the json asks for .*2023-02-(29|30).*is not a 'date'"
+    ):
         while True:
             ended += [number for number, _ in llm.step()[0]]
     while not llm.is_finished():
@@ -294,7 +304,9 @@ def test_no_penalty_reaches_what_is_forbidden(llm: LLM, penalty: float, way: dic
     form = {"regex": "(KV|cache| is| a){12}!"}
     params = SamplingParams(max_tokens=40, repetition_penalty=penalty, structured_outputs=form, **way)
     [output] = llm.generate(PROMPT, params, False)
-    assert output["finish_reason"] == "stop" and not reason_against(make_check(as_structured_outputs(form), ""), output["text"])
+    assert output["finish_reason"] == "stop" and not reason_against(
+        make_check(as_structured_outputs(form), ""), output["text"]
+    )
 
 
 # ---- GBNF and Lark -------------------------------------------------------------------------------------------------

@@ -9,7 +9,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 WORDS = ("a", "b", "ab", "block", "a key", 'q"', "back\\", "é", "<|im_end|>", "e\u0301", "\x7f", "a/b")
-PATTERNS = ("^[a-c]{1,4}$", '^[^"]{1,4}$', "^[^\\\\a]{0,3}$", "^\\d{2}-\\d{2}$", "b", "^(a|ab)+$", "^\\S{1,5}$", "^[a&&b]$")
+PATTERNS = (
+    "^[a-c]{1,4}$",
+    '^[^"]{1,4}$',
+    "^[^\\\\a]{0,3}$",
+    "^\\d{2}-\\d{2}$",
+    "b",
+    "^(a|ab)+$",
+    "^\\S{1,5}$",
+    "^[a&&b]$",
+)
 FORMATS = ("date", "date-time", "time", "uuid", "ipv4", "email", "password", "binary", "colour")
 NUMBERS = (0, 1, -1, 3, 7, 10, 100, 0.25, 0.5, -0.75, 2.5, 1234567890123456789, 2**53, 9.999999999999999)
 STRUCTURE = re.compile(r'[\s"\]},:0-9.]+')  # tokens that bring JSON to its end
@@ -44,8 +53,10 @@ def random_schema(chance: random.Random, depth: int = 3, names: tuple[str, ...] 
         found = {"type": "string", **maybe(chance, 0.5, maxLength=chance.randint(0, 6))}
         found |= maybe(chance, 0.2, minLength=chance.randint(0, 3)) | maybe(chance, 0.2, title="A text", default="a")
         extra = chance.random()
-        return found | ({"pattern": chance.choice(PATTERNS)} if extra < 0.3 else {}) | (
-            {"format": chance.choice(FORMATS)} if extra > 0.8 else {}
+        return (
+            found
+            | ({"pattern": chance.choice(PATTERNS)} if extra < 0.3 else {})
+            | ({"format": chance.choice(FORMATS)} if extra > 0.8 else {})
         )
     if kind in ("integer", "number"):
         low, high = sorted(chance.sample(NUMBERS[:11], 2))
@@ -60,7 +71,9 @@ def random_schema(chance: random.Random, depth: int = 3, names: tuple[str, ...] 
         return {"const": chance.choice(values)}
     if kind == "boolean":
         return {"type": "boolean"}
-    return chance.choice([{}, {"type": "null"}, {"not": {"type": "string"}}, {"if": {"type": "string"}}, {"type": "object"}])
+    return chance.choice(
+        [{}, {"type": "null"}, {"not": {"type": "string"}}, {"if": {"type": "string"}}, {"type": "object"}]
+    )
 
 
 def whole_schema(chance: random.Random) -> dict[str, Any]:
@@ -91,13 +104,17 @@ def random_regex(chance: random.Random, depth: int = 3) -> str:
     if kind == "class":
         return random_class(chance)
     if kind == "known":
-        return chance.choice([r"\d", r"\w", r"\s", ".", r"\D", r"\p{L}", r"\x41", r"\u00e9", "<\\|im_end\\|>", r"\.", "(?i:ab)"])
+        return chance.choice(
+            [r"\d", r"\w", r"\s", ".", r"\D", r"\p{L}", r"\x41", r"\u00e9", "<\\|im_end\\|>", r"\.", "(?i:ab)"]
+        )
     parts = [random_regex(chance, depth - 1) for _ in range(2)]
     if kind == "then":
         return "".join(parts)
     if kind == "either":
         return f"({'|'.join(parts)})"
-    often = chance.choice(["*", "+", "?", "{2}", "{1,3}", "*?", "?+", "++"] if chance.random() < 0.1 else ["*", "+", "?", "{1,3}"])
+    often = chance.choice(
+        ["*", "+", "?", "{2}", "{1,3}", "*?", "?+", "++"] if chance.random() < 0.1 else ["*", "+", "?", "{1,3}"]
+    )
     return f"(?:{parts[0]}){often}"
 
 

@@ -2,11 +2,11 @@
 
 Each form is a random JSON schema, regular expression or grammar, and gets random answers: at every token one of those
 that the library allows. An answer that has ended is read by another program (`beyond/structured/answers.py`). One that
-fails is wrong: the library has allowed what its form forbids. *The engine* is llguidance behind the checks on arrival of
-`beyond/structured`; there a wrong answer ends as its request's error.
+fails is wrong: the library has allowed what its form forbids. *The engine* is llguidance behind the checks on
+arrival of `beyond/structured`; there a wrong answer ends as its request's error.
 
     pip install xgrammar==0.2.8                 # no dependency of the course; without it, its rows are left out
-    python -m benchmarks.micro random_forms minutes=10 only=engine # go on with new forms for ten minutes
+    python -m benchmarks.micro random_forms minutes=10 only='the engine'    # new forms, for ten minutes
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "regex": random_regex,
     "grammar": random_grammar,
 }
-ENGINE = "engine"
+ENGINE = "the engine"
 MOST_TOKENS = 60  # of an answer
 MOST_REASONS = 5  # of wrong answers that are kept
 TABLES = """
@@ -47,8 +47,12 @@ columns."answers that ended, wrong ones" = "{ended:,}, {wrong:,}"
 columns."stuck" = "{stuck:,}"
 columns."µs per token" = "{1e6 * median(token_seconds):n}"
 columns."ms to compile" = "{1e3 * median(compile_seconds):n}"
-note = "{result['vocabulary']:,} tokens, {result['answers']} answers per form; medians of {len(result['rows'][0]['token_seconds'])} parts; {', '.join(f'{k} {v}' for k, v in result['libraries'].items())}"
+note = "{result['vocabulary']:,} tokens, {result['answers']} answers per form; {named(result)}"
 """
+
+
+def named(result: dict) -> str:
+    return ", ".join(f"{library} {number}" for library, number in result["libraries"].items())
 
 
 class Compiled(NamedTuple):
@@ -180,7 +184,15 @@ def measure(
             pass
     counts = dict(zip(KINDS, (schemas, expressions, grammars), strict=True))
     rows = {
-        (kind, name): {"kind": NAMES[kind], "library": name, "forms": 0, "refused": 0, "ended": 0, "wrong": 0, "stuck": 0}
+        (kind, name): {
+            "kind": NAMES[kind],
+            "library": name,
+            "forms": 0,
+            "refused": 0,
+            "ended": 0,
+            "wrong": 0,
+            "stuck": 0,
+        }
         | {"reasons": [], "token_seconds": [], "compile_seconds": []}
         for kind in counts
         for name in libraries

@@ -32,7 +32,7 @@ NUMBERED = "<["  # a grammar that names tokens by number: text alone does not sa
 
 
 def make_check(form: StructuredOutputs, grammar: str) -> Check:
-    """Make the check of the answers of a form that is right; `grammar` is the library's, where it is the only reader."""
+    """Make the check of a form's answers; `grammar` is the library's, for forms that have no other reader."""
     if form.kind == "choice":
         choices = frozenset(json.loads(form.text))
         return lambda text: "" if text in choices else "it is none of the choices"

@@ -4,9 +4,10 @@
     name  ::= [a-z]+
 
 GBNF knows characters alone. The library reads a text in two layers, as compilers do: a lexer cuts it into *words*, each
-as long as it can be, and a parser puts the words together. So what contains no rule that contains itself becomes one word, which
-costs least and is exact. Between two words, the first may swallow the beginning of the second: of `name "s"` the letter
-s. Where that can happen, the longer word is taken apart, in the end into single characters, which swallow nothing.
+as long as it can be, and a parser puts the words together. So what contains no rule that contains itself becomes one
+word, which costs least and is exact. Between two words, the first may swallow the beginning of the second, as that of
+`name "s"`, which is a letter. Where that can happen, the longer word is taken apart, in the end into single characters,
+which swallow nothing.
 
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
@@ -255,7 +256,9 @@ class _Writer:
         self.apart: set[Node] = set()  # what is no word as a whole, because it would swallow others
         self.used = self._reach("root")
         self._check_ends()
-        self.recursive = {name for name in self.used if name in set().union(*map(self._reach, self._names(rules[name])))}
+        self.recursive = {
+            name for name in self.used if name in set().union(*map(self._reach, self._names(rules[name])))
+        }
         grown = True
         while grown:  # those that lead to such a rule, too
             more = {n for n in self.used - self.recursive if self._names(rules[n]) & self.recursive}
@@ -421,7 +424,9 @@ class _Writer:
             rules = {name: ends(body) for name, body in bodies.items()}
         together = {frozenset(words) for words in [rules["root"].first, *behind]}
         pairs = {(a, b) for words in together for a in words for b in words if len(self.words[b].chars) > 1 or a == b}
-        return next((self.words[b] for a, b in sorted(pairs) if self._goes_on(self.words[a], self.words[b], behind[a])), None)
+        return next(
+            (self.words[b] for a, b in sorted(pairs) if self._goes_on(self.words[a], self.words[b], behind[a])), None
+        )
 
     def _goes_on(self, a: Word, b: Word, behind: set[int]) -> bool:
         """Tell whether what `a` has read may go on as `b` with a character that may also begin what follows `a`."""
@@ -442,7 +447,9 @@ class _Writer:
 
 def _either(parts: Sequence[Ends]) -> Ends:
     return Ends(
-        any(e.can_be_empty for e in parts), set().union(*(e.first for e in parts)), set().union(*(e.last for e in parts))
+        any(e.can_be_empty for e in parts),
+        set().union(*(e.first for e in parts)),
+        set().union(*(e.last for e in parts)),
     )
 
 

@@ -43,7 +43,9 @@ def library_tokens(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids:
     ends = sorted(i for i in eos_ids if 0 <= i < vocab_size)
     if not ends:
         given = f"eos_token_id is {sorted(eos_ids) or None}, and the model's vocabulary has {vocab_size} tokens"
-        raise GrammarError(f"structured_outputs: no token can end an answer: {given}; give one in generation_config.json")
+        raise GrammarError(
+            f"structured_outputs: no token can end an answer: {given}; give one in generation_config.json"
+        )
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     described |= {"padding": None, "truncation": None, "normalizer": _without_normal_forms(described["normalizer"])}
     _keep(described, vocab_size)
