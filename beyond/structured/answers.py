@@ -82,13 +82,18 @@ def schema_error(schema: Any) -> tuple[str, str] | None:
 
 def make_validator(schema: Any) -> Validator:
     """Make jsonschema's validator of a schema, with formats, and limits on time."""
-    kind = _draft(schema)
-    from jsonschema.validators import extend
+    bounded = _bounded(_draft(schema))
     from referencing import Registry
 
-    bounded = extend(kind, {"pattern": _pattern, "patternProperties": _pattern_properties})
     # An empty registry: a reference to another document is an error, and nothing is fetched.
     return bounded(schema, registry=Registry(), format_checker=_formats())
+
+
+@cache
+def _bounded(kind: type[Validator]) -> type[Validator]:
+    from jsonschema.validators import extend
+
+    return extend(kind, {"pattern": _pattern, "patternProperties": _pattern_properties})
 
 
 def _draft(schema: Any) -> type[Validator]:
