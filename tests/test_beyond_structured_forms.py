@@ -85,6 +85,7 @@ SPELLED = {
     "say <|im_end|>": {"grammar": 'root ::= "say <|im_end|>"'},
     NOT_NFC: {"choice": [NOT_NFC]},
     "a\x7fb": {"choice": ["a\x7fb"]},
+    r'"\u007F\u0001"': {"json": {"const": "\x7f\x01"}},
     "choice 3999": {"choice": [f"choice {i}" for i in range(3999, 4000)] + ["choice 3999"] * 3000},
     "AB": {"grammar": r'root ::= "\u0041\x42"'},
     "cats": {"grammar": 'root ::= "cat" w\nw ::= s\ns ::= "s"'},
@@ -263,6 +264,7 @@ def test_parts_of_one_of_may_overlap_and_one_alone_holds(grammars: Grammars) -> 
         ({"json_object": True}, '{"a": 1}', '{"a": NaN}'),
         ({"regex": "[a-c]+"}, "abc", "abcd"),
         ({"regex": "(a|aa)*"}, "aa", "a" * 4000 + "b"),  # exponentially long, but for the limit
+        ({"regex": "([^a]|[^b])*c"}, "a bc", "a b"),
         ({"choice": ["a", "b"]}, "b", "ab"),
     ],
 )

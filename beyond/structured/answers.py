@@ -9,15 +9,14 @@ library itself, letter by letter in place of token by token. An answer that fail
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from datetime import date, datetime
 from decimal import Decimal
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import regex
-
-from beyond.structured.patterns import SECONDS, check_pattern
+from beyond.structured.patterns import SECONDS, matches
 from beyond.structured.tokens import byte_tokens
 from stage_a_naive.contract.structured_outputs import GrammarError, StructuredOutputs
 
@@ -37,8 +36,7 @@ def make_check(form: StructuredOutputs, grammar: str) -> Check:
         choices = frozenset(json.loads(form.text))
         return lambda text: "" if text in choices else "it is none of the choices"
     if form.kind == "regex":
-        pattern = check_pattern(form.text)
-        return lambda text: "" if pattern.fullmatch(text, timeout=SECONDS) else "it does not match"
+        return lambda text: "" if matches(form.text, text, whole=True) else "it does not match"
     if form.kind == "grammar":
         return _grammar_check(grammar)
     validator = make_validator(read_exactly(form.text or '{"type": "object"}'))
@@ -113,7 +111,7 @@ def _first_error(validator: Validator, text: str) -> str:
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
     from jsonschema.exceptions import ValidationError
 
-    if isinstance(instance, str) and not regex.search(pattern, instance, timeout=SECONDS):
+    if isinstance(instance, str) and not matches(pattern, instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
@@ -121,7 +119,7 @@ def _pattern_properties(validator: Any, patterns: dict, instance: Any, schema: A
     if isinstance(instance, dict):
         for pattern, inner in patterns.items():
             for name in instance:
-                if regex.search(pattern, name, timeout=SECONDS):
+                if matches(pattern, name):
                     yield from validator.descend(instance[name], inner, path=name, schema_path=pattern)
 
 
@@ -139,7 +137,7 @@ def _formats() -> Any:
 
 def _is_time(text: str) -> bool:
     """Tell whether a text is a moment of RFC 3339; a minute may have a leap second."""
-    whole = regex.fullmatch(r"(.{10}[Tt ]\d\d:\d\d:)(60|\d\d)(\.\d+)?([Zz]|[+-]\d\d:\d\d)", text)
+    whole = re.fullmatch(r"(.{10}[Tt ]\d\d:\d\d:)(60|\d\d)(\.\d+)?([Zz]|[+-]\d\d:\d\d)", text)
     return whole is not None and bool(datetime.fromisoformat(whole[1].upper() + min(whole[2], "59")))
 
 

@@ -4,7 +4,8 @@ The library reads Rust's dialect, whose character classes know operations on set
 classes, which is nothing, and Python three characters. What the two would read differently is refused with its
 position. What one of them does not know at all is refused by that one.
 
-`regex` is Python's `re` with a limit on time: an expression such as `(a|aa)*b` takes both exponentially long.
+`regex` is Python's `re` with a limit on time: an expression such as `(a|aa)*b` takes both exponentially long. Where it
+finds no match, `re` has the last word: `regex` reads `([^a]|[^b])*` as a class that leaves both out.
 """
 
 from __future__ import annotations
@@ -24,15 +25,30 @@ class PatternError(ValueError):
     """A regular expression that cannot be had; the message has the position."""
 
 
-def check_pattern(pattern: str) -> regex.Pattern:
-    """Compile an expression for checks.
+def matches(pattern: str, text: str, whole: bool = False) -> bool:
+    """Tell whether an expression matches somewhere in a text, or the whole of it.
+
+    Raises:
+        TimeoutError: it takes longer than `SECONDS`.
+    """
+    how = "fullmatch" if whole else "search"
+    if getattr(regex, how)(pattern, text, timeout=SECONDS) is not None:
+        return True
+    try:
+        return getattr(re, how)(pattern, text) is not None
+    except re.error:  # it does not know `\p{L}`, for one
+        return False
+
+
+def check_pattern(pattern: str) -> None:
+    """Look at an expression before it is used.
 
     Raises:
         PatternError: it is wrong, or would be read in two ways.
     """
     scan(pattern)
     try:
-        return regex.compile(pattern)
+        regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError) as error:
         raise PatternError(str(error)) from None
 

@@ -7,6 +7,7 @@ where, so its place is found by trying the parts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ LARGEST = 2**53  # the library's numbers are doubles: above, they are not every 
 MOST_DIGITS = 15  # of a fraction that a double keeps
 # Strings with one spelling: `\u0061` would be another one of a name that the schema has a rule for.
 ESCAPES = r"nrbtf\""
+NEEDS_NUMBERS = re.compile(r"\\u00(?:[01]|7f)")  # a schema with control characters, which have no other spelling
 
 Schema = Mapping[str, Any]
 
@@ -52,7 +54,8 @@ def prepare(schema: Schema, white_space: str = " ") -> dict[str, Any] | Refused:
     endless = _first_endless(schema, parts)
     if endless is not None:
         return Refused(endless, "it cannot be satisfied: every value has another one inside, without end")
-    options = {"whitespace_pattern": white_space, "coerce_one_of": True, "json_allowed_escapes": ESCAPES}
+    escapes = f"{ESCAPES}u" if NEEDS_NUMBERS.search(json.dumps(schema)) else ESCAPES
+    options = {"whitespace_pattern": white_space, "coerce_one_of": True, "json_allowed_escapes": escapes}
     return _written(schema) | {"x-guidance": options}
 
 
