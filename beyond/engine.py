@@ -164,7 +164,8 @@ class LLM(stage_f.LLM):
         depth = (
             MicroBatches(scheduler).next_depth if isinstance(scheduler, PipelineScheduler) else int(options.overlaps)
         )
-        return Engine(scheduler, self.runner, depth=depth, drafts=drafts, counters=counters, trace=self.trace)
+        parts = {"drafts": drafts, "counters": counters, "trace": self.trace, "check": self._grammars.error_of}
+        return Engine(scheduler, self.runner, depth=depth, **parts)
 
     def _scheduler(self) -> Scheduler:
         options, parts = self.options, {}

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from stage_e_batching.parts import Drafts, Launched, Report, Runner, Sampled
+from stage_e_batching.parts import Check, Drafts, Launched, Report, Runner, Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, Counters, ScheduledStep, State
 from stage_e_batching.trace import Trace
@@ -35,6 +35,7 @@ class Engine:
     drafts: Drafts | None = None  # guess tokens that a step verifies
     trace: Trace | None = None  # a record of every step
     counters: Counters = field(default_factory=Counters)
+    check: Check | None = None  # says what is wrong with an answer that is complete
     reports: list[Report] = field(default_factory=list)  # called with every step that has run
     news: deque[BatchSequence] = field(default_factory=deque)  # they have a token to read, or their end; to be emptied
     _launched: Launched = field(default_factory=deque, init=False)
@@ -126,6 +127,9 @@ class Engine:
         if self.scheduler.find(sequence.request_id) is not sequence:
             return
         if sequence.is_finished:
+            error = self.check(sequence.completion) if self.check is not None and sequence.error is None else None
+            if error is not None:
+                sequence.completion.fail(error)
             sequence.end(time.perf_counter())
         if sequence.is_finished and sequence.error is None:
             self.counters.num_finished += 1

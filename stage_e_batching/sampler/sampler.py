@@ -52,6 +52,7 @@ class SampledTokens:
 
 
 Choose = Callable[[Tensor, SamplerInput], Tensor]  # of logits and what their rows ask for: ids; counts nothing
+Penalise = Callable[[Tensor, Tensor], Tensor]  # of logits and the rules of their rows: scores
 
 
 class Constraints(Protocol):
@@ -62,7 +63,13 @@ class Constraints(Protocol):
         ...
 
     def choose(
-        self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray, choose: Choose
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        rows: SamplerInput,
+        batch_slots: np.ndarray,
+        choose: Choose,
+        penalise: Penalise | None,
     ) -> dict[int, Exception]:
         """Choose the tokens of constrained rows again, into `ids`; returns the errors of rows that have no token."""
         ...
@@ -219,7 +226,8 @@ class Sampler:
             if any(request.sampling_fn is not None for request in requests):
                 errors = choose_replaced(penalised(scores, rows.rules, self.counts), requests, ids)
             if self.constraints is not None:
-                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose_ids)
+                penalise = partial(penalised, counts=self.counts) if (flags & PENALISED).any() else None
+                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose_ids, penalise)
             if ruled:
                 self._last_ids.index_copy_(0, slots, ids.index_select(0, places))
             told = torch.where(told == NO_TOKEN, told, ids)
