@@ -1,6 +1,6 @@
 """Ranks on two hosts: the tokens of one rank, and an error within seconds when a host disappears.
 
-The hosts are network namespaces of this machine (`beyond/scale_out/two_hosts.py`), made and removed by the tests.
+The hosts are network namespaces of this machine (`benchmarks/two_hosts.py`), made and removed by the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import stage_e_batching
-from beyond.scale_out import two_hosts
+from benchmarks import two_hosts
 from stage_a_naive.sampling import SamplingParams
 
 PROMPTS = [[5, 6, 7], [(i * 37) % 4000 + 1 for i in range(40)]]
