@@ -97,7 +97,7 @@ class LLM(stage_e.LLM):
 
         rank = build_ranks(job, ModelConfig.from_hf(self.source.config), build_worker, batch)
         self.device = rank.runtime.device
-        workers = rank.ranks.workers
+        workers = rank.runner.ranks.workers
         assert workers is not None  # this is rank 0
         # Called by close(), and also when the engine is dropped or the program ends without it.
         self._end_ranks = weakref.finalize(self, end_ranks, workers, rank.groups, weakref.ref(rank.runner))

@@ -294,9 +294,9 @@ def test_ranks_with_unequal_memory_take_the_smallest_number_of_blocks():
             return super().own_address
 
     class SlowJob(Job):
-        def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
-            runtime = super().load(options, device, group)
-            if group.rank == 1:
+        def load(self, options: GraphOptions, device: torch.device, build: partial) -> Runtime:
+            runtime = super().load(options, device, build)
+            if build.keywords["group"].rank == 1:
                 connecting.wait(0.3)  # rank 0 would have gone on by then, but must not
             events.append("loaded")
             return runtime

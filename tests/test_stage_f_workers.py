@@ -47,7 +47,7 @@ from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp.forward import Layers
 from stage_f_graph_tp.head import InFlight
 from stage_f_graph_tp.ranks import Job, StepCommand, WatchedInFlight
-from stage_f_graph_tp.runner import Local
+from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup, finish_or_raise
 from stage_f_graph_tp.tensor_parallel.watch import rendezvous as rendezvous_module
@@ -98,7 +98,7 @@ def two_ranks() -> Iterator[SimpleNamespace]:
     with recording_ranks(SIZES, PREFILLS) as replays:
         llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
     admit_whoever_fits(llm)
-    yield SimpleNamespace(llm=llm, group=llm.runner.placement.group, replays=replays)
+    yield SimpleNamespace(llm=llm, group=llm.runner.ranks.group, replays=replays)
     llm.close()
 
 
@@ -247,13 +247,13 @@ def test_recording_graphs_of_any_kind_ends_when_a_rank_has_died(sizes, prefills)
         if len(recorded) == 2:
             [process] = children() - before
             os.kill(process, signal.SIGKILL)
-            error_of(llm.runner.placement.workers)
+            error_of(llm.runner.ranks.workers)
 
     with within_seconds(), forked_ranks():
         before = children()
         llm = ranked()
         with pytest.raises(WorkerError, match="rank 1 of 2 died"):
-            llm.runner.capture(llm.runner.placement.watch(record), sizes, prefills)
+            llm.runner.capture(llm.runner.ranks.watch(record), sizes, prefills)
         assert len(recorded) == 2
 
 
@@ -643,7 +643,7 @@ def test_one_rank_has_no_group_no_process_and_no_port():
     before = children(), listening()
     llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=16)
     ask(llm, [[1, 2, 3]])
-    assert type(llm.runner.placement) is Local
+    assert type(llm.runner) is StepRunner
     assert not dist.is_initialized() and children() == before[0] and listening() <= before[1]
     llm.close()
     llm.close()
