@@ -18,6 +18,7 @@ import torch
 from beyond.options import Options
 from beyond.quantization.checkpoint import resolve_quantized
 from beyond.quantization.parts import load_quantized_runtime
+from beyond.scale_out.hosts import join_ranks
 from beyond.scale_out.pipeline_ranks import build_stage_rank
 from beyond.speculation.drafts import draft_of
 from beyond.structured.constraints import constrained_sampler
@@ -26,7 +27,7 @@ from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import Sampler
 from stage_f_graph_tp import ranks
 from stage_f_graph_tp.input_batch import InputBatch
-from stage_f_graph_tp.tensor_parallel import Rendezvous, Workers
+from stage_f_graph_tp.tensor_parallel import Build, Rendezvous, Workers, started_by_torchrun
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Job(ranks.Job):
     def asked(self) -> str:
         names = ("pipeline_parallel_size", "tensor_parallel_size")
         return ", ".join(f"{name}={self.options[name]}" for name in names if self.options[name] > 1)
+
+    def start(self, build_worker: Build) -> tuple[Rendezvous, Workers]:
+        """Start the other ranks, or find those that torchrun started. Returns on rank 0 only."""
+        if started_by_torchrun():
+            return join_ranks(self.num_ranks, self.asked, build_worker)
+        return super().start(build_worker)
 
     def build(
         self, rendezvous: Rendezvous, workers: Workers | None = None, batch: ranks.MakeBatch = InputBatch

@@ -25,7 +25,7 @@ from stage_f_graph_tp.step_input import StepInput, StepShape, attention_metadata
 
 
 class StepOutput(NamedTuple):
-    """What a forward has made of a step; None for what it has not. What is recorded is at fixed addresses."""
+    """Outputs of a forward; None for what it did not produce. What is recorded is at fixed addresses."""
 
     hidden: Tensor | None = None  # [tokens, hidden], or of the rows that sample alone: the final states
     logits: Tensor | None = None  # [rows, vocab]; None also where several ranks have a part each
@@ -49,7 +49,7 @@ class Forward(Protocol):
         ...
 
     def pad(self, host: StepInput, exact: StepShape) -> None:
-        """Make what a step of shape `exact` does not fill of its input padding."""
+        """Pad what a step of shape `exact` leaves unfilled."""
         ...
 
     def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:

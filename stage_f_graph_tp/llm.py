@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 class LLM(stage_e.LLM):
     """Stage E's engine with CUDA graphs, overlapped scheduling, fused kernels and tensor parallelism.
 
-    `LLM(..., tensor_parallel_size=n)` starts its own workers. Under `torchrun` the processes are there already: every
-    one makes the same `LLM`; rank 0's returns, the others' work for it and end with the process when it closes.
+    `LLM(..., tensor_parallel_size=n)` starts its own workers.
 
     With overlap, `step` returns what came of the step before.
 

@@ -83,6 +83,10 @@ class Job:
         """The options that ask for this number of ranks, as an error names them."""
         return f"tensor_parallel_size={self.num_ranks}"
 
+    def start(self, build_worker: Build) -> tuple[Rendezvous, Workers]:
+        """Start the other ranks: see `start_ranks`."""
+        return start_ranks(self.num_ranks, self.asked, torch.device(self.device), build_worker)
+
     def build(self, rendezvous: Rendezvous, workers: Workers | None = None, batch: MakeBatch = InputBatch) -> Rank:
         """Build one rank's share of the engine. The KV pool has the number of blocks that every rank has room for.
 
@@ -172,7 +176,7 @@ def build_ranks(
         WorkerError: a worker failed while starting.
     """
     check_divisible(config, job.options["tensor_parallel_size"])
-    rendezvous, workers = start_ranks(job.num_ranks, job.asked, torch.device(job.device), build_worker)
+    rendezvous, workers = job.start(build_worker)
     with workers.needed():
         workers.send(job.encode())
         return job.build(rendezvous, workers, batch)

@@ -277,8 +277,10 @@ def puppets() -> Iterator[Callable[[int], Workers]]:
     made = []
 
     def make(size: int) -> Workers:
+        rendezvous = open_rendezvous(size)
         with forked_ranks():
-            made.append(Workers(open_rendezvous(size), puppet))
+            made.append(Workers(rendezvous, puppet))
+        made[-1].rendezvous = rendezvous
         made[-1].send(b"")  # what they are built from
         return made[-1]
 
@@ -678,29 +680,3 @@ def test_a_worker_ends_quietly_with_a_parent_that_is_killed_while_it_starts_and_
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)  # the forked child
     assert parent.stderr.read() == b""
-
-
-def test_a_process_of_torchruns_that_does_not_connect_is_an_error(monkeypatch, limits):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    limits(START_SECONDS=0.1)
-    with pytest.raises(WorkerError, match="the other ranks did not connect within 0 s"):
-        Workers(Rendezvous(dist.HashStore(), 0, 2, is_torchrun=True), puppet)
-
-
-def test_torchrun_starts_the_same_engine_and_answers_once():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "stage_f_graph_tp", "--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "16"]
-    question = "What is a KV cache?"
-    process = subprocess.Popen(
-        [*command, "--prompt", question], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        stdout, _ = process.communicate(timeout=300)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0
-    llm = stage_e_batching.LLM("tutor", device="cpu")
-    conversation = [{"role": "user", "content": question}]
-    [output] = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=16), False)
-    assert stdout.count(f"[answer]\n{output['text']}") == 1 and stdout.count("[performance]") == 1
