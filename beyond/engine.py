@@ -63,6 +63,9 @@ class LLM(stage_f.LLM):
     may round scores in another way than a decode step: where the best two tokens are closer than that, the other one
     may be taken, as also in a batch of another size.
 
+    Under `torchrun` every process makes the same `LLM`: rank 0's returns, the others' work for it and end with the
+    process when it closes.
+
     Args:
         model, device, dtype, seed: as in stage A; also a directory with an int8 checkpoint.
         options: those of `Options`, by name.

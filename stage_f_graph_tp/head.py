@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stage_d_paged.model import DecoderModel
-from stage_e_batching.parts import Sampled
+from stage_e_batching import parts
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_f_graph_tp.forward import StepOutput
-from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.last_tokens import Tokens
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
@@ -33,20 +32,23 @@ class InFlight:
     arrived: torch.cuda.Event | None = None
     check: Callable[[], None] | None = None  # see `StepOutput`
 
-    def wait(self) -> Sampled:
+    def wait(self) -> parts.Sampled:
         """Wait for the step's tokens.
 
         Raises:
             RuntimeError: the step's results are invalid.
         """
         if self.sampled is None:
-            return Sampled([])
+            return parts.Sampled([])
         if self.check is not None:
             self.check()  # before anything is made of the results, which may be any numbers
         if self.arrived is not None:
             self.arrived.synchronize()
         assert self.host_ids is not None
         return self.sampled.on_host(self.host_ids)
+
+
+NOTHING_SAMPLED = InFlight(None)
 
 
 class Head:
@@ -59,15 +61,15 @@ class Head:
         tokens: where the next step reads what was sampled.
 
     Attributes:
-        beyond: what rows may need of the sampler that `sample` does not do.
+        completes: what rows may need of the sampler that `complete` adds to what `sample` does.
         makes_logits: whether `sample` makes whole rows of logits.
     """
 
-    beyond = LOGPROBS | REPLACED
+    completes = LOGPROBS | REPLACED
     makes_logits = True
 
     def __init__(
-        self, model: DecoderModel, vocab_size: int, dtype: torch.dtype, sampler: Sampler, tokens: LastTokens | Any
+        self, model: DecoderModel, vocab_size: int, dtype: torch.dtype, sampler: Sampler, tokens: Tokens
     ) -> None:
         self.model, self.sampler, self.tokens = model, sampler, tokens
         self.device = tokens.by_slot.device
@@ -122,7 +124,7 @@ class Head:
         """
         count = len(sample_slots)
         if count == 0:
-            return InFlight(None)
+            return NOTHING_SAMPLED
         if output.is_on_host:
             assert output.kept is not None
             return InFlight(SampledTokens(output.kept, output.kept), output.kept, check=output.check)
@@ -131,7 +133,7 @@ class Head:
                 output = output._replace(hidden=output.hidden.index_select(0, inputs.sample_tokens[:count]))
             output = self.sample(output, inputs, shape)
         assert output.kept is not None
-        if not needs & self.beyond:
+        if not needs & self.completes:
             kept = output.kept[:count]
             return self._fetch(SampledTokens(kept, kept), output.check)
         try:
@@ -161,10 +163,10 @@ class Head:
         arrived.record()
         return InFlight(sampled, host_ids, arrived, check)
 
-    def discard(self, last: InFlight) -> None:
+    def discard(self, last: parts.InFlight) -> None:
         """Wait for the step that was launched last, and drop it. If it fails as well, that was reported before."""
         with suppress(Exception):
             last.wait()
 
     def release(self) -> None:
-        """Keep the memory: it has no graphs of its own."""
+        """Do nothing: it owns no graphs."""

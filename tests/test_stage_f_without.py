@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 
 import pytest
@@ -72,23 +71,6 @@ def test_a_name_that_is_none_is_refused_with_those_that_there_are(given):
 def test_eager_means_no_graphs_and_nothing_else():
     eager, plain = GraphOptions(enforce_eager=True), GraphOptions(without="graphs,prefill_graphs")
     assert [eager.uses(idea) for idea in IDEAS] == [plain.uses(idea) for idea in IDEAS]
-
-
-@pytest.mark.parametrize(
-    ("old", "off"),
-    [("prefill_graphs", "prefill_graphs"), ("overlap", "overlap"), ("fused", "fused_layers,skinny_gemm,megakernel")],
-)
-def test_an_old_keyword_says_what_to_write_and_means_what_it_said(old, off):
-    with pytest.warns(DeprecationWarning, match=f"{old}=False .* write without='{off}'"):
-        options = GraphOptions(**{old: False})
-    assert options == GraphOptions(without=off)
-    with pytest.warns(DeprecationWarning, match=f"{old}=True .* leave it away"):
-        assert GraphOptions(**{old: True}) == GraphOptions()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        GraphOptions(**vars(options))  # what is sent to other ranks warns no more
-    with pytest.raises(ValueError, match=f"{old} must be True or False, got 'no'"):
-        GraphOptions(**{old: "no"})
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])

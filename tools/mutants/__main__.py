@@ -34,8 +34,7 @@ RANKS = ("tests/test_stage_f_parallel.py", "tests/test_stage_f_workers.py")
 COMMANDS = (
     *RANKS,
     "-k",
-    "command or collective or under_torchrun or starts_again or travels or notice_first or before_its_end "
-    "or reports_it or one_rank",
+    "command or collective or travels or notice_first or before_its_end or reports_it or one_rank",
 )
 F, PARALLEL = "stage_f_graph_tp", "stage_f_graph_tp/tensor_parallel"
 WATCH = f"{PARALLEL}/watch"
@@ -71,7 +70,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     f"{WATCH}/workers.py::check_number": COMMANDS,
     f"{WATCH}/workers.py::Workers.send": COMMANDS,
     f"{WATCH}/workers.py::Workers.in_step": COMMANDS,
-    f"{WATCH}/worker_loop.py::_execute": COMMANDS,
+    f"{WATCH}/worker_loop.py::execute_commands": COMMANDS,
 }
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 SECONDS = 50  # of processor time for a mutant's tests

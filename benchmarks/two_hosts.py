@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 CABLE = "cable"  # the interface's name on both hosts
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from beyond.scale_out.micro_batches import MicroBatches
+from beyond.scale_out.pipeline_scheduler import PipelineScheduler
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
@@ -11,9 +13,6 @@ from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
 from stage_e_batching.parts import Sampled
 from stage_e_batching.step import ScheduledStep
-
-from .micro_batches import MicroBatches
-from .pipeline_scheduler import PipelineScheduler
 
 
 class UnitStages:
