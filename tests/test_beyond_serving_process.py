@@ -6,9 +6,11 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -181,6 +183,29 @@ def test_an_engine_that_is_stopped_is_not_dead_and_goes_on_when_it_may(served, p
             assert len(messages(response.read().decode())) == 5
     finally:
         os.kill(process.pid, signal.SIGCONT)
+
+
+def test_an_engine_that_is_stopped_with_work_pending_is_not_healthy(served, process, monkeypatch):
+    monkeypatch.setattr(served.llm, "health_seconds", 2)
+    before = get(served, "/metrics").text
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with streamed(served, max_tokens=3) as response:
+            time.sleep(4)  # nobody asks meanwhile
+            begun = time.perf_counter()
+            assert get(served, "/health").status_code == 503
+            during = get(served, "/metrics")
+            assert time.perf_counter() - begun < 1
+            assert during.status_code == 200 and silent_seconds(before) == 0 and silent_seconds(during.text) > 2
+            os.kill(process.pid, signal.SIGCONT)
+            assert len(messages(response.read().decode())) == 3
+        wait_until(lambda: get(served, "/health").status_code == 200)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def silent_seconds(metrics: str) -> float:
+    return float(re.search(r"vllm:engine_silent_seconds{.*} (.*)\n", metrics)[1])
 
 
 def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, process, capsys):
