@@ -170,6 +170,8 @@ def test_an_idle_connection_is_kept_for_as_long_as_a_silent_one(patient):
 
 def test_a_client_that_asks_on_and_on_and_reads_nothing_is_closed(server, monkeypatch):
     monkeypatch.setattr(connections, "SEND_SECONDS", 1)
+    [listening] = server.server.servers[0].sockets
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.port))
@@ -177,6 +179,7 @@ def test_a_client_that_asks_on_and_on_and_reads_nothing_is_closed(server, monkey
         with suppress(OSError):  # the server stops reading
             for _ in range(100):
                 client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        wait_until(lambda: any(one.flow.write_paused for one in server.server.server_state.connections))
         wait_until(lambda: not server.server.server_state.connections)
     wait_until(lambda: not server.server.server_state.tasks)
 

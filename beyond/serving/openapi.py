@@ -6,6 +6,7 @@ messages say more than a model's; a test compares the two.
 
 from __future__ import annotations
 
+from functools import cache
 from html import escape
 from typing import Any, Literal
 
@@ -140,6 +141,7 @@ ENDPOINTS: tuple[tuple[str, str, type[BaseModel] | None, str], ...] = (
 )
 
 
+@cache  # it takes long enough to be noticed by others
 def describe_api() -> dict[str, Any]:
     """Return the description of the API in OpenAPI 3.1."""
     place, paths = "#/components/schemas/{model}", {}
