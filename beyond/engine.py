@@ -76,7 +76,6 @@ class LLM(stage_f.LLM):
     options: Options
     resolve = staticmethod(resolve_quantized)
     table_class = TokenTable
-    grammars_class = Grammars
 
     @property
     def model_bytes(self) -> QuantizedBytes:

@@ -22,6 +22,7 @@ HEALTH_SECONDS = 0.5  # within which /health answers on an idle machine
 BODY = json.dumps({"prompt": QUESTION, "max_tokens": 3, "temperature": 0}).encode()
 STREAM = BODY[:-1] + b', "stream": true}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+TOKENS = HEAD.replace(b"/v1/completions", b"/detokenize")
 CLOSE = b"Connection: close\r\n"
 
 llm = engine(max_num_seqs=8, num_kvcache_blocks=64)
@@ -134,6 +135,12 @@ def test_a_body_in_a_million_pieces_stops_nobody(server):
     with health_is_answered(server):
         answer = exchange(server, pieces)
     assert not answer or answer.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 413 ", b"HTTP/1.1 400 "))
+
+
+def test_a_million_ids_to_be_written_out_are_refused_at_once(patient):
+    with health_is_answered(patient):
+        answer = exchange(patient, with_body(TOKENS + CLOSE, b'{"tokens": [' + b"7, " * 999_999 + b"7]}"))
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"tokens must be a list of at most 4096" in answer
 
 
 @pytest.mark.parametrize("keep", [b"", b"Connection: keep-alive\r\n"], ids=["", "keep-alive"])

@@ -89,7 +89,7 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """A message of a conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
 
 
@@ -137,6 +137,8 @@ ENDPOINTS: tuple[tuple[str, str, type[BaseModel] | None, str], ...] = (
     ("post", "/detokenize", DetokenizeRequest, "Token ids to text"),
     ("get", "/tokenizer_info", None, "The special tokens and the chat template"),
     ("get", "/health", None, "200 while requests are taken and steps succeed"),
+    ("get", "/ping", None, "The same"),
+    ("get", "/version", None, "The version of the engines"),
     ("get", "/metrics", None, "Metrics for Prometheus"),
 )
 
