@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from serving import QUESTION, ask, engine, get, running, wait_until
+from uvicorn.loops.auto import auto_loop_factory
 
 from beyond.serving import connection as connections
 from beyond.serving.protocol import Limits
 
+LOOP = auto_loop_factory(use_subprocess=False)  # the command's: uvloop, which reads in another way, if it is installed
 HEALTH_SECONDS = 0.5  # within which /health answers on an idle machine
 BODY = json.dumps({"prompt": QUESTION, "max_tokens": 3, "temperature": 0}).encode()
 STREAM = BODY[:-1] + b', "stream": true}'
@@ -30,13 +32,13 @@ llm = engine(max_num_seqs=8, num_kvcache_blocks=64)
 
 @pytest.fixture(scope="module")
 def server(llm):
-    with running(llm, limits=Limits(read_seconds=1)) as server:
+    with running(llm, LOOP, limits=Limits(read_seconds=1)) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def patient(llm):
-    with running(llm) as server:
+    with running(llm, LOOP) as server:
         yield server
 
 
@@ -61,7 +63,7 @@ def health_is_answered(server) -> Iterator[None]:
     """`/health` says 200 in time, again and again, as long as the block runs.
 
     A busy machine, and this process's own work, slow the server down too. So the limit is the larger one of the
-    promise and of a multiple of what the answer takes when nothing else is asked.
+    promise and of a multiple of what the answer takes when nothing else is asked, and one answer in ten may be late.
     """
 
     def seconds() -> float:
@@ -88,7 +90,8 @@ def health_is_answered(server) -> Iterator[None]:
         done.set()
         watcher.join()
     slow = [f"{second:.2f} s" for second in took if second > limit]
-    assert server.thread.is_alive() and took and not slow, f"limit {limit:.2f} s, {len(took)} answers"
+    assert server.thread.is_alive() and took and max(took) < 10 * limit, slow
+    assert len(slow) <= len(took) / 10, f"limit {limit:.2f} s, {len(took)} answers, {slow}"
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "WebSocket", "h2c", "tls/1.2"])

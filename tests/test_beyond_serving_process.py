@@ -204,7 +204,7 @@ def test_stage_f_gives_answers_a_form():
     pytest.importorskip("llguidance", reason="constrained decoding: pip install llguidance")
     process = EngineProcess("stage_f_graph_tp:LLM", OPTIONS)
     with running(RemoteLLM(process)) as server:
-        assert [json.loads(formed(server).json()["choices"][0]["text"]) in ("yes", "no") for _ in range(2)] == [True] * 2
+        assert json.loads(formed(server).json()["choices"][0]["text"]) in ("yes", "no")
 
 
 def formed(server) -> httpx.Response:

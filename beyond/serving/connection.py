@@ -33,21 +33,21 @@ class Http(h11.Connection):
 
     def send(self, event: h11.Event) -> bytes | None:
         """Return the bytes of an event. Data go past h11's state machine, which takes more than half of its time."""
-        if type(event) is h11.Data and self.our_state is h11.SEND_BODY:
+        if type(event) is h11.Data and self.our_state is h11.SEND_BODY and self._writer is not None:
             written: list[bytes] = []
             self._writer(event, written.append)
             return b"".join(written)
         return super().send(event)
 
 
-class Connection(H11Protocol, asyncio.BufferedProtocol):
+class Connection(H11Protocol):
     """A connection of `uvicorn.Server`; the arguments are uvicorn's."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._most, self.limit_concurrency = self.limit_concurrency, None  # uvicorn's refusal is no JSON
         self.conn = Http(h11.SERVER, HEAD_BYTES)
-        self._piece = bytearray(PIECE_BYTES)
+        self._unread = b""
         self._seen: tuple[object, int] | None = None  # the last request, and the bytes of answers not yet taken in
         self._since = 0.0  # when that was seen first
 
@@ -61,13 +61,25 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             refusal.headers["connection"] = "close"
             self.app = refusal  # type: ignore[assignment]
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        """Say where asyncio may put what has come: here instead of in `data_received`, which would get all of it."""
-        return self._piece
+    def data_received(self, data: bytes) -> None:
+        """Read what has come, piece by piece."""
+        self._unread += data
+        if len(self._unread) == len(data):  # else the pieces before it are still to be read
+            self._read()
 
-    def buffer_updated(self, nbytes: int) -> None:
-        """Read what has come."""
-        self.data_received(bytes(memoryview(self._piece)[:nbytes]))
+    def _read(self) -> None:
+        piece, self._unread = self._unread[:PIECE_BYTES], self._unread[PIECE_BYTES:]
+        super().data_received(piece)
+        if self._unread and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self.loop.call_soon(self._read_on)  # after the others
+
+    def _read_on(self) -> None:
+        if self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        self._read()
 
     def send_400_response(self, msg: str) -> None:
         """Tell that this is not HTTP, or a head that is too long, and close. uvicorn calls it in its `except`."""

@@ -125,7 +125,9 @@ def _refused_by_router(scope: Scope, error: HTTPException) -> JSONResponse:
     """Answer with the router's own refusals: no such path, or another method."""
     message, code = f"{scope['method']} {scope['path']}: {error.detail.lower()}", None
     if scope["path"] in OTHER_MODELS:
-        message = f"{scope['path']} needs a model for embeddings or ranking, and this server's generates text; ask another"
+        message = (
+            f"{scope['path']} needs a model for embeddings or ranking; this server's generates text, so ask another"
+        )
         code = "unsupported_endpoint"
     response = error_response(RequestError(message, error.status_code, code=code))
     response.headers.update(error.headers or {})
