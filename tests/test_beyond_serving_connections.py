@@ -91,7 +91,7 @@ def health_is_answered(server) -> Iterator[None]:
         watcher.join()
     slow = [f"{second:.2f} s" for second in took if second > limit]
     assert server.thread.is_alive() and took and max(took) < 10 * limit, slow
-    assert len(slow) <= len(took) / 10, f"limit {limit:.2f} s, {len(took)} answers, {slow}"
+    assert len(slow) <= 1 + len(took) / 10, f"limit {limit:.2f} s, {len(took)} answers, {slow}"
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "WebSocket", "h2c", "tls/1.2"])

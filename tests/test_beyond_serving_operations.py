@@ -145,7 +145,7 @@ def test_a_role_that_no_template_knows_is_refused_and_an_error_counts_no_convers
         return answer.json()["error"]["message"]
 
     assert refused(*CHAT, {"role": "critic", "content": "x"}).startswith(
-        "the role of a message is one of system, user,"
+        "the role of a message is one of system, developer, user,"
     )
     assert refused({"role": "user"}).startswith("a message is a dict")
 
