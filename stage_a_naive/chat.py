@@ -25,7 +25,7 @@ Message = Mapping[str, Any]  # {"role": …, "content": text, or a list of parts
 
 
 # What transformers' own function takes, a template of the caller's among it. Tools it hands on to the template.
-APPLY = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"tools"}
+APPLY = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"tools"} | {"messages"}
 
 
 def render_chats(

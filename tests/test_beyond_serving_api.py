@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,6 +272,28 @@ def test_the_engines_own_filters_are_understood(client, extra):
     assert sampled["text"] == choices(client, prompt=QUESTION, **GREEDY)[0]["text"]
 
 
+def test_developers_say_what_the_system_says(client):
+    def ids(role: str) -> list[int]:
+        told = [{"role": role, "content": "Be brief."}, *CHAT]
+        assert choices(client, messages=told, max_tokens=1)
+        return post(client, "/tokenize", messages=told)["tokens"]
+
+    assert ids("developer") == ids("system") != ids("assistant")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/rerank"])
+def test_what_needs_another_kind_of_model_is_refused_in_one_line(client, path):
+    answer = client.post(path, json={"model": "tutor", "input": QUESTION})
+    error = answer.json()["error"]
+    assert answer.status_code == 404 and error["code"] == "unsupported_endpoint"
+    assert error["message"].startswith(f"{path} needs a model for embeddings or ranking") and "\n" not in answer.text
+
+
+def test_orchestrators_ask_for_the_version_and_a_ping(client):
+    assert re.fullmatch(r"\d+\.\d+\.\d+", client.get("/version").json()["version"])
+    assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+
+
 def test_models_tokens_and_health(client, llm):
     [card] = client.get("/v1/models").json()["data"]
     assert card["id"] == "tutor" and card["max_model_len"] == 4096 and card["default_sampling_params"] == {}
@@ -480,9 +503,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 WITHOUT_TEXT = [{"role": "user"}, {"role": "user", "content": [IMAGE]}]
 LONG_PROMPT = "x " * 15_000
 BEST = {"param": "best_of", "code": "unsupported_parameter", "message": "best_of is supported only if it equals n"}
-TOO_LONG = {"code": "context_length_exceeded"}
+TOO_LONG = {"code": "context_length_exceeded", "message": "This model's maximum context length is 4096 tokens: "}
 NO_MODEL = {"param": "model", "code": "model_not_found"}
 NO_FORMS = {"param": "structured_outputs", "message": "structured_outputs of prompt 0: this engine cannot"}
+NO_FORMAT = {"param": "response_format", "message": "response_format of prompt 0: this engine cannot constrain"}
 TWO_FORMS = {"param": "response_format", "message": "response_format and structured_outputs both say"}
 TWO_SEEDS = {"param": "seed", "message": f"seed must be an integer from {-(2**63)} to"}
 REFUSALS = [  # path, body, what the error says; its message begins so
@@ -498,7 +522,8 @@ REFUSALS = [  # path, body, what the error says; its message begins so
     (COMPLETIONS, ASK | {"stream": True, "stream_options": {"x": True}}, {"code": "unsupported_parameter"}),
     *((COMPLETIONS, ASK | given, BEST) for given in ({"n": 2, "best_of": 3}, {"best_of": 0}, {"best_of": "x"})),
     (COMPLETIONS, {"prompt": [10**9]}, {"param": "prompt", "code": None}),
-    (CHATS, {"response_format": {"type": "json_object"}}, NO_FORMS),
+    (CHATS, {"response_format": {"type": "json_object"}}, NO_FORMS | NO_FORMAT),
+    (CHATS, {"messages": CHAT, "chat_template_kwargs": {"messages": []}}, {"message": "the model's chat template has"}),
     (COMPLETIONS, ASK | {"structured_outputs": {"regex": "a"}}, NO_FORMS),
     (
         COMPLETIONS,

@@ -6,9 +6,11 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ from beyond.serving.engine_process import EngineProcess
 from beyond.serving.http_errors import as_request_error
 from beyond.serving.remote_engine import RemoteLLM
 from beyond.serving.server import listen
+from beyond.structured.grammars import Grammars
 from stage_a_naive.contract.errors import EngineBroken
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.contract.structured_outputs import GrammarError
@@ -195,6 +198,54 @@ def test_an_engine_that_is_stopped_is_not_dead_and_goes_on_when_it_may(served, p
             assert len(messages(response.read().decode())) == 5
     finally:
         os.kill(process.pid, signal.SIGCONT)
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+
+
+def test_stage_e_gives_answers_a_form_and_a_missing_package_is_named(served, monkeypatch):
+    pytest.importorskip("llguidance", reason="constrained decoding: pip install llguidance")
+    assert json.loads(formed(served).json()["choices"][0]["text"]) in ("yes", "no")
+    refused = ask(served, response_format={"type": "json_object"}, ignore_eos=True).json()["error"]
+    assert refused["param"] == "response_format" and refused["message"].startswith("response_format of prompt 0 cannot")
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    monkeypatch.setattr(served.llm.llm, "_grammars", Grammars(served.llm.llm.source, 4096))
+    error = formed(served).json()["error"]
+    assert error["message"] == "response_format needs the package llguidance: pip install llguidance"
+
+
+def test_stage_f_gives_answers_a_form():
+    pytest.importorskip("llguidance", reason="constrained decoding: pip install llguidance")
+    process = EngineProcess("stage_f_graph_tp:LLM", OPTIONS)
+    with running(RemoteLLM(process)) as server:
+        assert json.loads(formed(server).json()["choices"][0]["text"]) in ("yes", "no")
+
+
+def formed(server) -> httpx.Response:
+    return ask(server, response_format=FORMAT, max_tokens=8)
+
+
+def test_an_engine_that_is_stopped_with_work_pending_is_not_healthy(served, process, monkeypatch):
+    monkeypatch.setattr(served.llm, "health_seconds", 2)
+    before = get(served, "/metrics").text
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with streamed(served, max_tokens=3) as response:
+            time.sleep(4)  # nobody asks meanwhile
+            begun = time.perf_counter()
+            assert get(served, "/health").status_code == 503
+            during = get(served, "/metrics")
+            assert time.perf_counter() - begun < 1
+            assert during.status_code == 200 and silent_seconds(before) == 0 and silent_seconds(during.text) > 2
+            os.kill(process.pid, signal.SIGCONT)
+            assert len(messages(response.read().decode())) == 3
+        wait_until(lambda: get(served, "/health").status_code == 200)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def silent_seconds(metrics: str) -> float:
+    return float(re.search(r"vllm:engine_silent_seconds{.*} (.*)\n", metrics)[1])
 
 
 def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, process, capsys):

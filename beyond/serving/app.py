@@ -13,9 +13,12 @@ import hmac
 import json
 import re
 import time
+import tomllib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -53,6 +56,8 @@ from stage_a_naive.contract.params import as_integer
 from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_e_batching.calls.mailbox import Token
 
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+VERSION = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["version"]
 AT_ONCE = 2000  # characters or token ids: checking and encoding more takes longer than handing it to another thread
 
 
@@ -113,6 +118,8 @@ class Api:
             Route("/detokenize", self.post(self.detokenize), methods=["POST"]),
             Route("/tokenizer_info", self.guarded(self.tokenizer_info), methods=["GET"]),
             Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi, methods=["GET"]),
             Route("/docs", self.docs, methods=["GET"]),
@@ -231,7 +238,7 @@ class Api:
             else:
                 ids = await asyncio.to_thread(self._chat_ids, conversation(messages), template_kwargs(fields))
         except ValueError as error:
-            raise refused_prompt(error, "prompt" if messages is None else "messages") from None
+            raise self._refused(error, "prompt" if messages is None else "messages") from None
         return JSONResponse({"count": len(ids), "max_model_len": self.llm.llm.max_model_len, "tokens": ids})
 
     async def detokenize(self, body: object) -> Response:
@@ -249,7 +256,8 @@ class Api:
                 f"got {shown(ids)}",
                 param="tokens",
             )
-        return JSONResponse({"prompt": text_of(ids, llm.tokenizer)})
+        decode = partial(text_of, ids, llm.tokenizer)
+        return JSONResponse({"prompt": decode() if len(ids) <= AT_ONCE else await asyncio.to_thread(decode)})
 
     async def tokenizer_info(self, request: HttpRequest) -> Response:
         """`GET /tokenizer_info`: the special tokens and the chat template, as in vLLM."""
@@ -261,6 +269,10 @@ class Api:
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are taken and steps succeed."""
         return Response(status_code=200 if await self.llm.works() else 503)
+
+    async def version(self, request: HttpRequest) -> Response:
+        """`GET /version`, as in vLLM."""
+        return JSONResponse({"version": VERSION})
 
     async def metrics(self, request: HttpRequest) -> Response:
         """`GET /metrics`, for Prometheus."""
@@ -332,13 +344,17 @@ class Api:
         except GrammarError as error:
             if ask.tools is not None:
                 raise RequestError(ask.tools.explain(error), param="tools") from None
-            raise RequestError(str(error), param="structured_outputs") from None
+            message = str(error).replace("structured_outputs", ask.form_field, 1)
+            raise RequestError(message, param=ask.form_field) from None
         except ValueError as error:
-            raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
+            raise self._refused(error, "messages" if ask.is_chat else "prompt") from None
 
     def _chat_ids(self, messages: list, template_kwargs: Mapping[str, Any] | None) -> list[int]:
         arguments = {**self.chat.template_kwargs, **(template_kwargs or {})}
         return self.llm.llm.chat_prompts([messages], arguments)[0]
+
+    def _refused(self, error: ValueError, param: str) -> RequestError:
+        return refused_prompt(error, param, self.llm.llm.max_model_len)
 
     def _card(self) -> dict[str, Any]:
         length = self.llm.llm.max_model_len

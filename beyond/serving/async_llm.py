@@ -37,7 +37,7 @@ from stage_e_batching.llm import LLM
 TRIAL_SECONDS = 5  # for one token of an idle engine
 AGAIN_SECONDS = 0.02  # between two looks for free blocks
 ANSWER_SECONDS = 1.0  # for the engine's numbers, which it tells between two steps
-STALL_SECONDS = 60.0  # an engine that has been silent for this long is not healthy
+HEALTH_SECONDS = 60.0  # an engine that has been silent for this long is not healthy
 
 
 class QueueFull(Exception):
@@ -99,10 +99,12 @@ class AsyncLLM:
     Args:
         llm: the engine; it runs in a thread of this process, or, given a `RemoteLLM`, in a process of its own.
         max_queue: requests that may wait beside those that fill the engine's batch slots.
+        health_seconds: that the engine may be silent for and still count as healthy.
     """
 
-    def __init__(self, llm: LLM | RemoteLLM, max_queue: int = 256) -> None:
+    def __init__(self, llm: LLM | RemoteLLM, max_queue: int = 256, health_seconds: float = HEALTH_SECONDS) -> None:
         self.llm = llm
+        self.health_seconds = health_seconds
         self.max_unfinished = llm.options.max_num_seqs + max_queue
         self.num_unfinished = 0
         self.draining = False
@@ -209,23 +211,29 @@ class AsyncLLM:
             with suppress(Exception):  # the step's, which then is the new failure
                 async with asyncio.timeout(TRIAL_SECONDS):
                     await self.generate([[0]], SamplingParams(max_tokens=1))
-        with suppress(Exception):  # the engine is closed, which is seen below
-            await self.numbers()
-        return not self.draining and self.engine_loop.failure is None and self.silence < STALL_SECONDS
+        self.ask()
+        return not self.draining and self.engine_loop.failure is None and self.silence < self.health_seconds
 
-    async def numbers(self) -> dict[str, float]:
-        """Return the engine's gauges and totals; if it does not answer soon, those that it told last.
+    def ask(self) -> None:
+        """Ask the engine for its numbers, unless it still owes an answer. It gives one between two steps.
 
-        An engine answers between two steps. One whose process is stopped, or whose kernel never ends, does not.
-
-        Raises:
-            EngineClosed: there is no engine any more.
+        A server asks once a second, so that a process that was stopped, or a kernel that never ends, is noticed.
         """
         if self._question is None or self._question.done():
             self._asked = time.perf_counter()
             self._question = asyncio.ensure_future(self._call(engine_numbers))
+            self._question.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be closed
+
+    async def numbers(self) -> dict[str, float]:
+        """Return the engine's gauges and totals; if it does not answer soon, those that it told last.
+
+        Raises:
+            EngineClosed: there is no engine any more.
+        """
+        self.ask()
+        assert self._question is not None
         with suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(max(0.0, ANSWER_SECONDS - self.silence)):
                 self._numbers = await asyncio.shield(self._question)
         return self._numbers | {"engine_silent_seconds": self.silence}
 

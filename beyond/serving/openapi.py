@@ -6,6 +6,7 @@ messages say more than a model's; a test compares the two.
 
 from __future__ import annotations
 
+from functools import cache
 from html import escape
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """A message of a conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
 
 
@@ -141,10 +142,13 @@ ENDPOINTS: tuple[tuple[str, str, type[BaseModel] | None, str], ...] = (
     ("post", "/detokenize", DetokenizeRequest, "Token ids to text"),
     ("get", "/tokenizer_info", None, "The special tokens and the chat template"),
     ("get", "/health", None, "200 while requests are taken and steps succeed"),
+    ("get", "/ping", None, "The same"),
+    ("get", "/version", None, "The version of the engines"),
     ("get", "/metrics", None, "Metrics for Prometheus"),
 )
 
 
+@cache  # it takes long enough to be noticed by others
 def describe_api() -> dict[str, Any]:
     """Return the description of the API in OpenAPI 3.1."""
     place, paths = "#/components/schemas/{model}", {}

@@ -88,6 +88,7 @@ class Ask:
         template_kwargs: arguments of the chat template.
         generates: whether an answer has tokens of its own; else only the prompts are asked about.
         tools: which the model may call; None if it knows of none.
+        form_field: the field that asks for a form, for errors.
     """
 
     prompts: list
@@ -101,6 +102,7 @@ class Ask:
     template_kwargs: Mapping[str, Any] | None = None
     generates: bool = True
     tools: Tools | None = None
+    form_field: str = "structured_outputs"
 
     @property
     def n(self) -> int:
@@ -134,7 +136,7 @@ SAMPLING = {
     "seed",
     "max_tokens",
 }
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
 FORMS = {"response_format", "structured_outputs"}  # that answers must have
 SHARED = SAMPLING | WHO_ASKS | FORMS | {"model", "n", "stream", "stream_options", "logprobs"}
@@ -267,11 +269,17 @@ def _tools(body: Any, fields: dict[str, Any], tool_format: ToolFormat | None) ->
 
 
 def conversation(messages: list) -> list:
-    """Return messages as chat templates expect them; `RequestError` for calls of tools that are not what they say."""
+    """Return messages as chat templates expect them: they know OpenAI's `developer` as `system`.
+
+    Raises:
+        RequestError: calls of tools are not what they say.
+    """
     try:
-        return for_template(messages)
+        listed = for_template(messages)
     except ValueError as error:
         raise _refused_field(error) from None
+    is_developers = [isinstance(message, dict) and message.get("role") == "developer" for message in listed]
+    return [one | {"role": "system"} if is_it else one for one, is_it in zip(listed, is_developers, strict=True)]
 
 
 def _refused_field(error: ValueError) -> RequestError:
@@ -312,7 +320,8 @@ def _ask(prompts: list, fields: Mapping[str, Any], params: SamplingParams, is_ch
         raise RequestError(f"stream_options: {error}", param="stream_options", code=error.code) from None
     if (include_usage or continuous_usage) and not streams:
         raise RequestError('stream_options needs "stream": true', param="stream_options")
-    return Ask(prompts, params, streams, include_usage, continuous_usage, is_chat)
+    form_field = "response_format" if "response_format" in fields else "structured_outputs"
+    return Ask(prompts, params, streams, include_usage, continuous_usage, is_chat, form_field=form_field)
 
 
 def _sampling_params(
