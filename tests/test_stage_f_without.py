@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,8 +107,9 @@ def test_the_megakernel_needs_no_graphs(graphs):
 def test_layers_are_fused_between_products_inside_them_or_both(without, monkeypatch):
     fused = pytest.importorskip("stage_f_graph_tp.kernels.fused_layers")
     calls = []
-    monkeypatch.setattr(fused, "fuse_layers", lambda model, most, **kwargs: calls.append((most > 0, kwargs)))
-    line = kernels.choose_layers(None, GraphOptions(without=without), torch.device("cuda"))
+    monkeypatch.setattr(fused, "fuse_layers", lambda _, most, **kwargs: calls.append((most > 0, kwargs)))
+    model = SimpleNamespace(config=SimpleNamespace(beyond_kernels=""))
+    line = kernels.choose_layers(model, GraphOptions(without=without), torch.device("cuda"))
     expected = {"elementwise": without != "fused_layers", "pdl": without != "pdl"}
     assert calls == [(without != "skinny_gemm", expected)]
     assert ("between the matrix products" in line) == (without != "fused_layers")

@@ -30,8 +30,10 @@ SCRATCH_BYTES = 1 << 28  # for the keys and values of one layer
 TOKENS_PER_PROGRAM = 64
 
 
-def choose_prefill_config(element_size: int) -> PrefillConfig:
+def choose_prefill_config(element_size: int, head_dim: int) -> PrefillConfig:
     """Choose the tiles; `element_size` is that of the queries."""
+    if head_dim > 128:
+        return in_16_bits.choose_prefill_config(element_size, False, 0, head_dim)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
     return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
@@ -121,13 +123,14 @@ def prefill(
     metadata: AttentionMetadata,
     scale: float,
     out: Tensor,  # [tokens, heads, head_dim], contiguous
+    window: int = 0,
 ) -> None:
     """Write to `out` the attention of every sequence that has more than one query; other rows are left alone."""
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     block_bytes = 2 * block_size * kv_heads * head_dim * query.element_size()
     if metadata.block_tables.numel() * block_bytes <= SCRATCH_BYTES:
         *caches, tables = dequantize_blocks(k_cache, v_cache, metadata, query.dtype)
-        in_16_bits.prefill(query, *caches, replace(metadata, block_tables=tables), scale, out)
+        in_16_bits.prefill(query, *caches, replace(metadata, block_tables=tables), scale, out, window=window)
         return
-    config, scales = choose_prefill_config(query.element_size()), (k_cache.scales, v_cache.scales)
-    in_16_bits.prefill(query, k_cache.values, v_cache.values, metadata, scale, out, config, scales)
+    config, scales = choose_prefill_config(query.element_size(), head_dim), (k_cache.scales, v_cache.scales)
+    in_16_bits.prefill(query, k_cache.values, v_cache.values, metadata, scale, out, config, scales, window)
