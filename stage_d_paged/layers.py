@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Gemma's RMSNorm: the checkpoint stores `w`, the weight is `1 + w`, and the product is rounded once, at its end."""
+    """Gemma's RMSNorm: the weight is `1 + w` of the stored `w`, and the product is rounded once, at its end."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, eps, torch.float32, device)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from stage_a_naive import SamplingParams, loop
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
 PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (20, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 BIASES = {
@@ -20,10 +21,21 @@ BIASES = {
     "biases of attention, Qwen3": ("qwen3-tiny", {"attention_bias": True}),
     "biases of the MLP": ("llama-tiny", {"mlp_bias": True}),
 }
-VARIANTS = BIASES | {
-    name: ("qwen2-tiny", {"hidden_act": name})
-    for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "swish")
-}
+VARIANTS = (
+    BIASES
+    | {
+        "windows, Qwen2": ("qwen2-tiny", WINDOWS),
+        "windows, Qwen3": ("qwen3-tiny", WINDOWS | {"layer_types": ["sliding_attention"] * 2}),
+        "windows, Mistral": ("mistral-tiny", {}),
+        "no window, Mistral": ("mistral-tiny", {"sliding_window": None}),
+        "Gemma 3": ("gemma3-tiny", {}),
+        "Gemma 3 with biases": ("gemma3-tiny", {"attention_bias": True}),
+    }
+    | {
+        name: ("qwen2-tiny", {"hidden_act": name})
+        for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "swish")
+    }
+)
 
 
 def tokens_of_transformers(path: Path) -> list[list[int]]:

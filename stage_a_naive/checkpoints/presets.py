@@ -133,7 +133,7 @@ PRESETS: dict[str, dict] = {
         "tie_word_embeddings": True,
     },
     # The tiny ones differ in what the families differ in: QKV bias; QK-norm and a wide head; untied embeddings and
-    # Llama-3 rope scaling; windows, two rotary bases and one KV head.
+    # Llama-3 rope scaling; a window; windows in some layers, with a rotary base of their own, and one KV head.
     "qwen2-tiny": {
         "model_type": "qwen2",
         **_TINY,
@@ -159,6 +159,13 @@ PRESETS: dict[str, dict] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 512,
         },
+        "tie_word_embeddings": False,
+    },
+    "mistral-tiny": {
+        "model_type": "mistral",
+        **_TINY,
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
     },
     "gemma3-tiny": {

@@ -106,6 +106,8 @@ def _attend_to_keys(
     block = look_up(table, first, last, BLOCK_SIZE, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         valid = start + key < last
+        if MASKED and WINDOW > 0:  # keys that no query of the tile sees are not read: their blocks may be another's
+            valid = valid & (start + key > tl.min(position, 0) - WINDOW)
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
         first_slot = block * BLOCK_SIZE + start % BLOCK_SIZE
         scale_offset = _scales_of(block, start, key, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N)
