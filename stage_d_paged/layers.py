@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from stage_d_paged.rope import Rope
 from stage_d_paged.weights import WeightLoader
 
-
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 

@@ -68,6 +68,26 @@ def test_logits_of_a_batch_equal_transformers(tmp_path: Path, model: str):
         assert (found - reference(ids[None]).logits[0]).abs().max() < 1e-4
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("model", FAMILIES)
+def test_bfloat16_is_rounded_about_as_often_as_in_transformers(tmp_path: Path, model: str):
+    ids = torch.randint(4096, (40,), generator=torch.Generator().manual_seed(0))
+    exact, _ = load_both(tmp_path, model)
+    reference, runtime = load_both(tmp_path, model, torch.bfloat16)
+    manager, sequence = BlockManager(64, runtime.block_size), Sequence(completion_of(ids.tolist()))
+    assert manager.allocate(sequence, len(sequence))
+    batch = flat_batch([Chunk(sequence, 0, len(sequence))], runtime.block_size, CPU)
+    hidden = runtime.model(batch.input_ids, batch.positions, runtime.make_pool(64), batch.metadata)
+    right = exact(ids[None]).logits[0]
+    found, theirs = runtime.model.compute_logits(hidden).float(), reference(ids[None]).logits[0].float()
+    assert (found - right).norm() < 1.2 * (theirs - right).norm()
+
+
+def test_gemmas_embeddings_are_scaled_as_transformers_rounds_the_scale(tmp_path: Path):
+    reference, runtime = load_both(tmp_path, "gemma3-tiny", torch.bfloat16)
+    assert runtime.model.embedding_scale == reference.model.embed_tokens.embed_scale.bfloat16().item() == 11.3125
+
+
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 

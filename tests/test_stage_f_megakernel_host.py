@@ -14,6 +14,7 @@ from decode_steps import SHAPES, config, make_model
 from emulated_megakernel import emulate
 
 from benchmarks.micro import decode_step
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp import extension as builder
 from stage_d_paged.config import LayerKind, ModelConfig
 from stage_d_paged.rope import Rope
@@ -22,6 +23,9 @@ from stage_f_graph_tp.megakernel import choose_decode_step, kernel, most_rows
 pytestmark = pytest.mark.fast
 CSRC = Path(kernel.__file__).parents[2] / "csrc" / "stage_f"
 SHAPE = ModelConfig(1000, 256, 768, (LayerKind(),) * 2, 4, 2, 64, 1e-6, 8192, False, False, True)
+
+
+GEMMA = ModelConfig.from_hf(preset_config("gemma-3-270m"))
 
 
 def library_of(shape: ModelConfig, dtype: torch.dtype = torch.bfloat16, *options: object) -> Path:
@@ -91,6 +95,8 @@ def test_it_runs_on_gpus_with_the_shared_memory_for_it(shape):
         ({"config": config(3584, 18944, 28, 4, 128)}, 90, "hidden size 3584 and MLP size 18944; .* for up to 2048"),
         ({"config": config(128, 320, 4, 2, 32)}, 90, "head_dim is 32"),
         ({"config": config(1024, 3072, 16, 1, 64)}, 90, "16 heads share 1"),
+        ({"config": GEMMA}, 90, "the model has four norms per layer, the activation gelu_pytorch_tanh"),
+        ({"config": replace(SHAPE, layers=(LayerKind(8),) * 2)}, 90, "the model has layers with a window"),
         ({"config": config(256, 700, 4, 2, 64)}, 90, ".*multiples of 32"),
         ({"block_size": 8}, 90, ".* 8; .*power of two"),
         ({"block_size": 48}, 90, ".* 48; .*power of two"),

@@ -81,10 +81,10 @@ def plan_decode(
     Cached: all layers of a step ask for the same plan, and making it takes about half as long as a launch.
     """
     config = config or choose_decode_config(head_dim, dtype.itemsize, seqs * kv_heads, sm_count)
-    wanted = max(sm_count * config.programs_per_sm // (seqs * kv_heads), config.min_splits)
-    split_keys = max(config.split_keys, config.block_n)
     if window:  # and the keys before it in its first tile
         max_context_len = min(max_context_len, window + config.block_n - 1)
+    wanted = max(sm_count * config.programs_per_sm // (seqs * kv_heads), config.min_splits)
+    split_keys = max(config.split_keys, config.block_n)
     num_splits = max(1, min(wanted, MAX_SPLITS, -(-max_context_len // split_keys)))
     group = heads // kv_heads
     constants = {

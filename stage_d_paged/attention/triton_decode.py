@@ -79,8 +79,8 @@ def online_softmax(
     """Attend to the tiles of BLOCK_N keys that begin at first, first + step, … below `context_len`.
 
     `q` is [GROUP_PAD, HEAD_PAD]; `block` is `look_up` of the first tile; `pool_column` [1, HEAD_PAD] is where a head's
-    numbers are stored within a slot. With a WINDOW, keys before the last WINDOW ones do not count. Returns (values [GROUP_PAD, HEAD_PAD], log2 of the sum of all weights
-    [GROUP_PAD]); without any key these are zeros and -inf.
+    numbers are stored within a slot. With a WINDOW, the last WINDOW keys alone count. Returns (values [GROUP_PAD,
+    HEAD_PAD], log2 of the sum of all weights [GROUP_PAD]); without any key these are zeros and -inf.
     """
     key = tl.arange(0, BLOCK_N)
     inside = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]

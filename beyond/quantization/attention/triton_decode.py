@@ -200,8 +200,8 @@ def choose_quantized_config(pairs: int, head_dim: int, element_size: int, stored
     """Choose by what was tried on an H200 with 32 contexts of 640 and of 4096; None is stage D's choice.
 
     With int8 and heads of 128, one warp per program was the fastest, which never waits for other warps. Other formats
-    were tried with two alone. `pairs` is sequences × KV heads: fewer than 64 were not tried, nor heads of more than 128;
-    `element_size` is the query's: float32 has stage D's small tiles.
+    were tried with two alone. `pairs` is sequences × KV heads: fewer than 64 were not tried, nor were heads of more
+    than 128. `element_size` is the query's: float32 has stage D's small tiles.
     """
     if pairs < 64 or element_size == 4 or head_dim > 128:
         return None
