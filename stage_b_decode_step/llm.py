@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from stage_a_naive.checkpoints.model_config import layer_kinds, rope_of_kind
 from stage_a_naive.contract.logprobs import PromptLogprobs, top_logprobs
 from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, synchronized_time
 from stage_a_naive.contract.params import as_boolean, as_integer, check_field
@@ -99,8 +100,10 @@ class LLM(NaiveLLM):
         self._warm: set[tuple[int, int]] = set()  # (cache length, decode steps) of the warm-ups so far
 
     def _model_options(self) -> dict[str, Any]:
-        rope_type = self.source.config.rope_parameters.get("rope_type")
-        if self.compile and rope_type in ("dynamic", "longrope"):
+        config = self.source.config
+        rope_types = {rope_of_kind(config, kind).get("rope_type") for kind in layer_kinds(config)}
+        rope_type = next(iter(rope_types & {"dynamic", "longrope"}), None)
+        if self.compile and rope_type:
             raise ValueError(
                 f"compile=True cannot be combined with a model of rope scaling type {rope_type!r}: Python looks at "
                 "the position in every step to choose the frequencies; leave compile off"

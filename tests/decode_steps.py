@@ -12,7 +12,7 @@ from kernel_cases import relative_error
 
 from stage_a_naive.contract.noise import mix32
 from stage_d_paged.attention import AttentionMetadata, pick_backend
-from stage_d_paged.config import ModelConfig
+from stage_d_paged.config import LayerKind, ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_e_batching.sampler import SamplerInput
 from stage_e_batching.sampler.reference import sample_reference
@@ -23,8 +23,8 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def config(hidden, inter, heads, kv_heads, head_dim, *, layers=2, vocab=1000, bias=False, qk_norm=False, tied=True):
-    shape = (vocab, hidden, inter, layers, heads, kv_heads, head_dim)
-    return ModelConfig(*shape, 1e-6, 8192, 10000.0, None, bias, qk_norm, tied)
+    shape = (vocab, hidden, inter, (LayerKind(),) * layers, heads, kv_heads, head_dim)
+    return ModelConfig(*shape, 1e-6, 8192, bias, qk_norm, tied)
 
 
 SHAPES = {

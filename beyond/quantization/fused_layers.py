@@ -50,6 +50,8 @@ class QuantizedProducts:
     ) -> Tensor:
         if residual is None:
             return products.product(x, weight, bias, pdl=self._pdl)
+        if bias is not None:
+            return residual.add_(products.product(x, weight, bias, pdl=self._pdl))
         total = products.product_add(x, weight, residual, None, self._arrival_counters, pdl=self._pdl)
         assert isinstance(total, Tensor)  # a stream is for the norm of a `gain`
         return total

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,11 @@ from stage_a_naive.contract.token_rules import TokenRules
 
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes
+
+NO_TEMPLATE = (
+    "[chat] this model has no chat template, so it is given ChatML; a base model was not trained on that, and "
+    "continues a text better: use generate, or --raw"
+)
 
 
 class Frontend:
@@ -62,6 +68,7 @@ class Frontend:
         self._seeds = random.Random(pick_seed(seed))  # for the requests that bring no seed of their own
         self._pid = os.getpid()
         self._closed = False
+        self._told_of_template = False
         self._lock = threading.RLock()  # held for a call: an engine has one set of buffers
         self._calling_thread: int | None = None
 
@@ -140,6 +147,9 @@ class Frontend:
         self._check_usable()
         # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
         add_special = not self.tokenizer.chat_template
+        if add_special and not self._told_of_template:
+            self._told_of_template = True
+            print(NO_TEMPLATE, file=sys.stderr)
         texts = enumerate(render_chats(self.tokenizer, messages, chat_template_kwargs))
         return [self.encode(i, text, add_special) for i, text in texts]
 

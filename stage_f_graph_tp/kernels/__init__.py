@@ -22,6 +22,8 @@ def choose_layers(model: DecoderModel, options: GraphOptions, device: torch.devi
             raise ValueError(
                 "fused_mlp='on' needs without='fused_layers,skinny_gemm': fused layers have MLP kernels of their own"
             )
+        if model.config.beyond_kernels:
+            return f"layers: stage D's (our Triton kernels do not compute {model.config.beyond_kernels})"
         from stage_f_graph_tp.kernels.fused_layers import fuse_layers  # here: only a GPU needs Triton
         from stage_f_graph_tp.kernels.skinny_gemm import skinny_limit
 
