@@ -270,7 +270,7 @@ def special_ids(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> set
 def decode_all(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
     """Decode all ids at once, which continue others: exactly what the pieces of an `IncrementalDecoder` join to."""
     backend, context = tokenizer.backend_tokenizer, last_with_text(tokenizer, before)
-    length = len(backend.decode(context))
+    length = len(backend.decode(context, skip_special_tokens=True))
     parts: list[str] = []
     for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):
         if is_known:
