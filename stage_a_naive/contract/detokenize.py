@@ -69,7 +69,7 @@ class IncrementalDecoder:
         self._tokenizer, self._backend = tokenizer, tokenizer.backend_tokenizer
         self._skip = skip_special_tokens
         self._before = last_with_text(tokenizer, before)
-        self._length_before = len(self._backend.decode(self._before))
+        self._length_before = len(self._backend.decode(self._before, skip_special_tokens=True))
         self._start()
 
     def _start(self) -> None:

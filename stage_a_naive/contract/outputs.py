@@ -292,7 +292,7 @@ def decode_all(
 ) -> str:
     """Decode all ids at once, which continue others: exactly what the pieces of an `IncrementalDecoder` join to."""
     backend, context = tokenizer.backend_tokenizer, last_with_text(tokenizer, before)
-    length = len(backend.decode(context))
+    length = len(backend.decode(context, skip_special_tokens=True))
     parts: list[str] = []
     for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):
         if is_known:
