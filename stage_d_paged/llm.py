@@ -115,8 +115,7 @@ class LLM(Frontend):
             scores = score_prompts([prompt_token_ids], count, self.runtime.model, self.kv_cache, blocks)
             if scores is not None:
                 return scores[0]
-            assert self._stepping is not None  # requests that were added hold the blocks
-            self._stepping.step_for([])
+            self.engine.step()  # requests that were added hold the blocks
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
         # The last token generated takes no slot, because none comes after it to read its K and V. A request that would
