@@ -56,8 +56,7 @@ class Frontend:
     max_model_len: int
     build_time: float  # seconds
     resolve = staticmethod(resolve)  # from a model's name to its checked files
-
-    _told_of_template = False  # that there is none: said once
+    _told_of_template = False  # whether `NO_TEMPLATE` was printed
 
     def __init__(self, model: str | PathLike[str], device: str, dtype: str | torch.dtype, seed: int) -> None:
         self.source = self.resolve(model)
