@@ -145,12 +145,14 @@ def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once_for_raw_text_an
     assert output["prompt_token_ids"][0] == bos != output["prompt_token_ids"][1]
 
 
-def test_without_a_chat_template_a_conversation_begins_as_raw_text_does(with_bos: LLM) -> None:
+def test_without_a_chat_template_a_conversation_begins_as_raw_text_does(with_bos: LLM, capsys) -> None:
     with_bos.tokenizer.chat_template = None
     messages = [{"role": "user", "content": "abc"}]
     [output] = with_bos.chat(messages, GREEDY, use_tqdm=False)
     assert chatml(messages) == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
     assert output["prompt_token_ids"] == with_bos.tokenizer(chatml(messages)).input_ids
+    with_bos.chat(messages, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err.count("this model has no chat template, so it is given ChatML") == 1, "said once"
 
 
 def test_parts_of_text_are_joined_to_one_content(tiny: LLM) -> None:

@@ -57,6 +57,7 @@ class Frontend:
     max_model_len: int
     build_time: float  # seconds
     resolve = staticmethod(resolve)  # from a model's name to its checked files
+    _told_of_template = False  # whether `NO_TEMPLATE` was printed
 
     def __init__(self, model: str | PathLike[str], device: str, dtype: str | torch.dtype, seed: int) -> None:
         self.source = self.resolve(model)
@@ -68,7 +69,6 @@ class Frontend:
         self._seeds = random.Random(pick_seed(seed))  # for the requests that bring no seed of their own
         self._pid = os.getpid()
         self._closed = False
-        self._told_of_template = False
         self._lock = threading.RLock()  # held for a call: an engine has one set of buffers
         self._calling_thread: int | None = None
 

@@ -44,3 +44,25 @@ def test_no_option_of_memory_or_of_steps_changes_a_token(engine, right, options:
         if options is VARIANTS["a pool for two"] and "side by side" in engine.has:
             assert llm.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
         assert held(llm) == NOTHING
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("pool", "one process", "exact")
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_on_a_gpu_every_attention_backend_gives_stage_as_tokens(engine, backend: str) -> None:
+    gpu = {"device": "cuda", "dtype": "float32"}
+    expected = one_by_one(NaiveLLM(MODEL, **gpu), LONGER)
+    with engine.made(MODEL, **gpu, attention_backend=backend) as llm:
+        for _ in range(2):
+            assert ask(llm, PROMPTS, LONGER) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("pool", "one process", "exact")
+def test_on_a_gpu_the_real_shape_runs_and_one_line_says_what_is_passed_over(engine, capfd) -> None:
+    options = {"kvcache_block_size": None, "num_kvcache_blocks": 64, "max_model_len": 1500}
+    prompts = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (1200, 3, 600)]
+    with engine.made("random:gemma-3-270m", device="cuda", dtype="bfloat16", **options) as llm:
+        assert [len(tokens) for tokens in ask(llm, prompts, LONGER)] == [30] * 3
+    if engine.package == "stage_f_graph_tp":
+        assert "our Triton kernels do not compute four norms per layer" in capfd.readouterr().err
