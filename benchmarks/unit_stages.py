@@ -59,7 +59,7 @@ def counted_spans(work: str, batches: int, stages: int) -> list[list[dict[str, A
         num_micro_batches=batches, num_blocks=400, block_size=8, max_num_seqs=8, max_num_batched_tokens=8
     )
     runner, tokenizer = UnitStages(stages), load_tokenizer(resolve("tutor"))
-    engine = Engine(scheduler, runner, pace=MicroBatches(scheduler))
+    engine = Engine(scheduler, runner, depth=MicroBatches(scheduler).next_depth)
     calls = Calls(engine, tokenizer=tokenizer, eos_token_ids=frozenset(), max_model_len=4096)
     for i in range(requests):
         params = SamplingParams(max_tokens=answer, ignore_eos=True)

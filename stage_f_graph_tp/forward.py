@@ -30,6 +30,7 @@ class StepOutput(NamedTuple):
     hidden: Tensor | None = None  # [tokens, hidden], or of the rows that sample alone: the final states
     logits: Tensor | None = None  # [rows, vocab]; None also where several ranks have a part each
     ids: Tensor | None = None  # int64 [rows]: the sampled tokens
+    told: Tensor | None = None  # int64 [rows]: the same, with `NO_TOKEN` where none could be chosen
     kept: Tensor | None = None  # int64 [rows]: those for the host
     check: Callable[[], None] | None = None  # waits for the step, and raises if its results are invalid
     is_on_host: bool = False  # `kept` is in the host's memory when `check` has returned

@@ -93,17 +93,24 @@ class Head:
         """Choose a token for every row of the final states or logits, and keep it for the next step."""
         rows = output.hidden if output.logits is None else output.logits
         assert rows is not None
-        ids, logits = self.choose(output, inputs.sampling.first(len(rows)))
-        return output._replace(logits=logits, ids=ids, kept=self.tokens.keep(ids, inputs, shape))
+        output = self.choose(output, inputs.sampling.first(len(rows)))
+        assert output.ids is not None and output.told is not None
+        return output._replace(kept=self._keep(output.ids, output.told, inputs, shape))
 
-    def choose(self, output: StepOutput, rows: SamplerInput) -> tuple[Tensor, Tensor | None]:
-        """Choose a token for every row; returns ids `[rows]` and logits `[rows, vocab]`."""
+    def _keep(self, ids: Tensor, told: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
+        """Keep a step's tokens for the next step; returns what the host may see of them."""
+        kept = self.tokens.keep(ids, inputs, shape)
+        return told if kept is ids else torch.where(kept == ids, told, kept)
+
+    def choose(self, output: StepOutput, rows: SamplerInput) -> StepOutput:
+        """Choose a token for every row; adds ids `[rows]` and logits `[rows, vocab]`."""
         logits = output.logits
         if logits is None:
             assert output.hidden is not None
             place = self._logits[: len(output.hidden)]
             logits = self.model.compute_logits(output.hidden, out=place if len(place) == len(output.hidden) else None)
-        return self.sampler.choose(logits, rows), logits
+        ids, told = self.sampler.choose(logits, rows)
+        return output._replace(logits=logits, ids=ids, told=told)
 
     def finish(
         self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
@@ -120,36 +127,38 @@ class Head:
             return NOTHING_SAMPLED
         if output.is_on_host:
             assert output.kept is not None
-            return InFlight(SampledTokens(output.kept), output.kept, check=output.check)
+            return InFlight(SampledTokens(output.kept, output.kept), output.kept, check=output.check)
         if output.ids is None:
             if output.hidden is not None and count < shape.num_tokens:
                 output = output._replace(hidden=output.hidden.index_select(0, inputs.sample_tokens[:count]))
             output = self.sample(output, inputs, shape)
         assert output.kept is not None
         if not needs & self.completes:
-            return self._fetch(SampledTokens(output.kept[:count]), output.check)
+            kept = output.kept[:count]
+            return self._fetch(SampledTokens(kept, kept), output.check)
         try:
             sampled = self.complete(output, inputs.sampling.first(count), sample_slots)
         except Exception:
             if output.check is not None:
                 output.check()  # the sampler may have been handed what a step that gave up left
             raise
-        sampled = replace(sampled, ids=self.tokens.keep(sampled.ids, inputs, shape))
+        sampled = replace(sampled, told=self._keep(sampled.ids, sampled.told, inputs, shape))
         return self._fetch(sampled, output.check)
 
     def complete(self, output: StepOutput, rows: SamplerInput, sample_slots: np.ndarray) -> SampledTokens:
         """Add log-probabilities, and the tokens of replaced samplers, to a step's tokens."""
         count = len(sample_slots)
-        assert output.logits is not None and output.ids is not None
-        return self.sampler.complete(output.logits[:count], output.ids[:count], rows, sample_slots)
+        assert output.logits is not None and output.ids is not None and output.told is not None
+        given = output.logits[:count], output.ids[:count], output.told[:count]
+        return self.sampler.complete(*given, rows, sample_slots)
 
     def _fetch(self, sampled: SampledTokens, check: Callable[[], None] | None) -> InFlight:
         """Start the copy of the tokens to the host."""
         if self.device.type != "cuda":
-            return InFlight(sampled, sampled.ids.clone(), check=check)  # the next replay writes over them
+            return InFlight(sampled, sampled.told.clone(), check=check)  # the next replay writes over them
         self._host_ids.reverse()  # the other one may still be read
-        host_ids = self._host_ids[0][: len(sampled.ids)]
-        host_ids.copy_(sampled.ids, non_blocking=True)
+        host_ids = self._host_ids[0][: len(sampled.told)]
+        host_ids.copy_(sampled.told, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         return InFlight(sampled, host_ids, arrived, check)

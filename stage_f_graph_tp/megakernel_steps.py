@@ -69,7 +69,7 @@ class MegakernelSteps:
         for rows in range(1, self.most_rows + 1):
             logits, result = self._logits[:rows], self.kernel.make_result(rows)
             ids, check = result[:-1], partial(self._check, result[-1], arrived)
-            sampled = StepOutput(logits=logits, ids=ids, kept=ids, check=check, is_on_host=True)
+            sampled = StepOutput(logits=logits, kept=ids, check=check, is_on_host=True)
             launches[rows] = Launch(logits, result, arrived, sampled, StepOutput(logits=logits, check=check))
         return launches
 

@@ -326,12 +326,13 @@ class RankHead(Head):
         if self._sample_shards is not None:  # which has no whole row of logits
             self.completes, self.makes_logits = ~RANDOM, False
 
-    def choose(self, output: StepOutput, rows: SamplerInput) -> tuple[Tensor, Tensor | None]:
+    def choose(self, output: StepOutput, rows: SamplerInput) -> StepOutput:
         """Choose a token for every row of the final states, the same on all ranks."""
         if self._sample_shards is None:
             return super().choose(output, rows)
         assert output.hidden is not None  # no forward of a part of the vocabulary makes logits
-        return self._sample_shards(output.hidden, rows.temperatures, rows.noise_keys), None
+        ids, told = self._sample_shards(output.hidden, rows.temperatures, rows.noise_keys)
+        return output._replace(logits=None, ids=ids, told=told)
 
     def finish(
         self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
@@ -344,13 +345,15 @@ class RankHead(Head):
         if self._sample_shards is not None:
             assert output.hidden is not None
             whole = self.model.compute_logits(output.hidden[:count])
-            output = output._replace(logits=whole, ids=torch.zeros(count, dtype=torch.int64, device=self.device))
+            ids = torch.zeros(count, dtype=torch.int64, device=self.device)
+            output = output._replace(logits=whole, ids=ids, told=ids)
         assert output.logits is not None and output.ids is not None
-        sampled = SampledTokens(output.ids[:count])
+        sampled = SampledTokens(output.ids[:count], output.ids[:count])
         try:
             if self.ranks.group.rank == 0:
                 if self._sample_shards is not None:
-                    output = output._replace(ids=self.sampler.choose(output.logits, rows))
+                    ids, told = self.sampler.choose(output.logits, rows)
+                    output = output._replace(ids=ids, told=told)
                 sampled = super().complete(output, rows, sample_slots)
         except BaseException as error:  # a replaced sampler may raise; all ranks get zeros and end the step
             self.ranks.raise_after_step(error)

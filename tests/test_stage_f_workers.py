@@ -336,7 +336,7 @@ def test_a_death_ends_this_ranks_waits_at_once_and_then_all_workers(puppets):
 def step_of(workers: Workers, arrived: object = None, read: Callable[[], object] = lambda: None) -> WatchedInFlight:
     """A step of one token, and what happens while it is read."""
     host_ids = SimpleNamespace(tolist=lambda: read() or [7])
-    return WatchedInFlight(InFlight(SampledTokens(torch.tensor([7])), host_ids, arrived), workers)
+    return WatchedInFlight(InFlight(SampledTokens(torch.tensor([7]), torch.tensor([7])), host_ids, arrived), workers)
 
 
 def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
