@@ -277,10 +277,8 @@ def puppets() -> Iterator[Callable[[int], Workers]]:
     made = []
 
     def make(size: int) -> Workers:
-        rendezvous = open_rendezvous(size)
         with forked_ranks():
-            made.append(Workers(rendezvous, puppet))
-        made[-1].rendezvous = rendezvous
+            made.append(Workers(open_rendezvous(size), puppet))
         made[-1].send(b"")  # what they are built from
         return made[-1]
 

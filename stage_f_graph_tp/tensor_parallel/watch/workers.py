@@ -87,6 +87,7 @@ class Workers:
 
     def __init__(self, rendezvous: Rendezvous, build: Build, connections: dict[int, Connection] | None = None) -> None:
         self._groups: list[Any] = []  # whose waits are ended when a rank fails
+        self.rendezvous = rendezvous  # the ranks need its store, which ends with it
         self._size = rendezvous.size
         self._num_sent = 0  # messages
         self._is_midway = False  # a step has begun and not ended
