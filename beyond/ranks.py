@@ -11,22 +11,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 
 from beyond.options import Options
 from beyond.quantization.checkpoint import resolve_quantized
-from beyond.quantization.parts import choose_layers, load_quantized_runtime, make_formats
+from beyond.quantization.parts import load_quantized_runtime
+from beyond.scale_out.hosts import join_ranks
 from beyond.scale_out.pipeline_ranks import build_stage_rank
 from beyond.speculation.drafts import draft_of
 from beyond.structured.constraints import constrained_sampler
+from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import Sampler
 from stage_f_graph_tp import ranks
 from stage_f_graph_tp.input_batch import InputBatch
-from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, build_sharded_model
+from stage_f_graph_tp.tensor_parallel import Build, Rendezvous, Workers, started_by_torchrun
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class Job(ranks.Job):
         names = ("pipeline_parallel_size", "tensor_parallel_size")
         return ", ".join(f"{name}={self.options[name]}" for name in names if self.options[name] > 1)
 
+    def start(self, build_worker: Build) -> tuple[Rendezvous, Workers]:
+        """Start the other ranks, or find those that torchrun started. Returns on rank 0 only."""
+        if started_by_torchrun():
+            return join_ranks(self.num_ranks, self.asked, build_worker)
+        return super().start(build_worker)
+
     def build(
         self, rendezvous: Rendezvous, workers: Workers | None = None, batch: ranks.MakeBatch = InputBatch
     ) -> ranks.Rank:
@@ -51,30 +58,16 @@ class Job(ranks.Job):
         options = self.options_class(**self.options)
         if options.pipeline_parallel_size == 1:
             return super().build(rendezvous, workers, batch)
-        device, source, dtype = self.own_device(rendezvous), resolve_quantized(self.model), getattr(torch, self.dtype)
-        formats = make_formats(options, device)
-        return build_stage_rank(
-            source,
-            options,
-            device,
-            dtype,
-            self.seed,
-            rendezvous,
-            workers,
-            batch,
-            choose_layers,
-            formats,
-            self.make_sampler,
-        )
+        return build_stage_rank(self, options, rendezvous, workers, batch)
 
     def make_sampler(self, runtime: Runtime, options: Options) -> Sampler:
         """Make the sampler, with the constraints that requests may ask for."""
         return constrained_sampler(runtime, options, resolve_quantized(self.model), draft_of)
 
-    def load(self, options: Options, device: torch.device, group: RankGroup) -> Runtime:
-        """Load one rank's share of the model."""
-        build, dtype = partial(build_sharded_model, group=group), getattr(torch, self.dtype)
-        return load_quantized_runtime(resolve_quantized(self.model), options, device, dtype, self.seed, build)
+    def load(self, options: Options, device: torch.device, build: Callable[..., DecoderModel]) -> Runtime:
+        """Load one rank's share of the model, which `build` makes."""
+        source, dtype = resolve_quantized(self.model), getattr(torch, self.dtype)
+        return load_quantized_runtime(source, options, device, dtype, self.seed, build)
 
 
 def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:

@@ -144,7 +144,7 @@ def write_address(repository: str) -> None:
             text = with_address("".join(cell["source"]), path.relative_to(ROOT), repository)
             cell["source"] = text.splitlines(keepends=True)
         path.write_text(json.dumps(course, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("stage_*/*.md"), *ROOT.glob("beyond/*/*.md")):
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("stage_*/*.md"), *ROOT.glob("beyond/*/*.md")):
         text = path.read_text(encoding="utf-8")
         path.write_text(with_address(text, path.relative_to(ROOT), repository), encoding="utf-8")
 

@@ -19,18 +19,19 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-from export import imported_files
 from labs import bodies
 from labs.audit import STAGES
 from labs.exercises import ROOT, Exercise, all_exercises, load_labs
 from stage_a_naive.entrypoints.interrupts import run_command
+from tools.export import imported_files
 
 # Lab P is a slow copy of finished engines, so it is handed out as what `make lab-p` writes.
 LETTERS = [letter for letter in load_labs() if letter != "p"]
-PAGES = ["README", "COURSE", "GLOSSARY", "bibliography", "debugging", "installing"]
+PAGES = ["README", "docs/course", "docs/glossary", "docs/bibliography", "docs/debugging", "docs/installing"]
 LESSONS = [f"{page}{end}" for page in PAGES for end in (".md", ".zh-CN.md")] + ["LICENSE"]
-TOPS = ["csrc", "labs", "benchmarks", "notebooks", "models", ".devcontainer", "Dockerfile", "Makefile", "doctor.py"]
+TOPS = ["csrc", "labs", "benchmarks", "notebooks", "models", ".devcontainer", "Makefile"]
 TOPS += ["CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *LESSONS]
+TOPS += ["tools/__init__.py", "tools/doctor.py"]
 LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "results", "history", "local", "mutations.toml"}
 FOR_TEACHERS = (
     "instructors.md",

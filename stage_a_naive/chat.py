@@ -12,6 +12,7 @@ where a tokenizer has none, ChatML is used, the format of the Qwen models:
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -24,7 +25,7 @@ Message = Mapping[str, Any]  # {"role": …, "content": text, or a list of parts
 
 
 # What transformers' own function takes, a template of the caller's among it. Tools it hands on to the template.
-APPLY = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"tools"}
+APPLY = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"tools"} | {"messages"}
 
 
 def render_chats(
@@ -54,13 +55,13 @@ def render_chat(
         template_kwargs: arguments of the model's template, such as Qwen3's `enable_thinking`.
 
     Raises:
-        ValueError: no message at all, a message without role or content, one that the template refuses, or an argument
-            that the template does not have.
+        ValueError: no message at all, a message without role or content, wrong calls of tools, a conversation that the
+            template refuses, or an argument that it does not have.
     """
-    plain = [_plain(message) for message in messages] if _is_list(messages) else []
+    plain = [_plain(message) for message in for_template(messages)] if _is_list(messages) else []
     if not plain:
         raise ValueError(f"a conversation is a list of at least one message, got {shown(messages)}")
-    given = _template_kwargs(tokenizer.chat_template, template_kwargs)
+    given = _template_kwargs(tokenizer, template_kwargs)
     if not tokenizer.chat_template:
         return chatml(plain)
     try:
@@ -71,18 +72,71 @@ def render_chat(
     return text
 
 
-def _template_kwargs(template: Any, given: object) -> dict[str, Any]:
-    """Check a template's arguments: one that it does not use would be ignored."""
+def _template_kwargs(tokenizer: PreTrainedTokenizerFast, given: object) -> dict[str, Any]:
+    """Check a template's arguments: one that it does not use would be ignored.
+
+    A model may have several templates by name: that of `chat_template` is taken, else `tool_use` where there are tools
+    and the model has it, else `default`.
+    """
     if not (given is None or isinstance(given, Mapping)):
         raise ValueError(f"chat_template_kwargs must be a dict, got {shown(given)}")
-    for name in given or ():
+    template, arguments = tokenizer.chat_template, dict(given or {})
+    names = set(arguments)
+    if isinstance(template, Mapping):
+        named = arguments.get("chat_template")
+        if named is None and not ("default" in template or "tools" in arguments and "tool_use" in template):
+            named = "default"
+        if named is not None and named not in list(template):
+            advice = f"give one of {', '.join(template)} as chat_template_kwargs={{'chat_template': …}}"
+            raise ValueError(f"the model has no chat template {shown(named)}; {advice}")
+        names.discard("chat_template")
+        template = tokenizer.get_chat_template(named, arguments.get("tools"))
+    for name in names:
         if name in APPLY or not isinstance(template, str) or not re.search(rf"\b{re.escape(str(name))}\b", template):
             raise ValueError(f"the model's chat template has no argument {shown(name)}; leave it out")
-    return dict(given or {})
+    return arguments
 
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+
+
+def for_template(messages: Iterable[object]) -> list[Any]:
+    """Return a conversation as templates expect it: text beside the calls of tools, and their arguments as objects.
+
+    OpenAI's clients send None or nothing as the text, and the arguments as JSON text, which a template would quote.
+
+    Raises:
+        ValueError: a message's calls are not what an answer has; its first word is the field.
+    """
+    return [_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _for_template(message: object, where: str) -> object:
+    if not isinstance(message, Mapping) or message.get("tool_calls") is None:
+        return message
+    calls = message["tool_calls"]
+    if message.get("role") != "assistant" or not isinstance(calls, (list, tuple)):
+        raise ValueError(f"{where}.tool_calls must be a list, in a message of the assistant, got {shown(calls)}")
+    if not calls:  # as none
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    content = "" if message.get("content") is None else message["content"]
+    read = [_call_for_template(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return {**message, "content": content, "tool_calls": read}
+
+
+def _call_for_template(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f'{where} must be {{"id": …, "type": "function", "function": {{…}}}}, got {shown(call)}')
+    arguments = function.get("arguments")
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, Mapping):
+        raise ValueError(f"{where}.function.arguments must be an object or its JSON text, got {shown(arguments)}")
+    return {**call, "function": {**function, "arguments": read}}
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from stage_a_naive.checkpoints.loading import load_hf_model
-from stage_a_naive.contract.logprobs import top_logprobs
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
-from stage_a_naive.entrypoints.frontend import Frontend, OnText
+from stage_a_naive.contract.logprobs import PromptLogprobs, score_tokens, top_logprobs
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, synchronized_time
+from stage_a_naive.entrypoints.frontend import Frontend
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import choose_tokens
 
@@ -77,6 +77,12 @@ class LLM(Frontend):
         end = synchronized_time(self.device)
         return completion.to_output(arrival, start, first, end)
 
+    @torch.inference_mode()
+    def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
+        input_ids = torch.tensor([prompt_token_ids], device=self.device)
+        [hidden] = self.model.model(input_ids, use_cache=False)[0]  # [prompt, hidden]: before the LM head
+        return [None, *score_tokens(prompt_token_ids[1:], count, hidden, self.model.lm_head)]
+
     def _next_token(self, logits: Tensor, completion: Completion, on_text: OnText | None) -> int:
         """Choose a token from logits `[1, vocab]` and add it to the completion."""
         logits = logits.float()
@@ -84,7 +90,5 @@ class LLM(Frontend):
         token_id = int(ids)  # waits for the device
         count = completion.request.params.logprobs
         logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
-        piece = completion.append(token_id, logprobs)
-        if piece and on_text is not None:
-            on_text(completion.request.index, piece)
+        completion.tell(on_text, completion.append(token_id, logprobs))
         return token_id

@@ -5,11 +5,11 @@ the highest one. With a *temperature*, the logits become probabilities, `softmax
 sampled from them, by the Gumbel-max trick: if `g` is independent Gumbel(0, 1) noise, then `argmax(logits + g)` is
 distributed as `softmax(logits)` (Gumbel 1954; Maddison et al., "A* Sampling", 2014).
 
-What else a request may ask for is in files of its own: a bias for tokens (`logit_bias.py`), penalties
-(`penalties.py`), top-k, top-p and min-p (`filters.py`), a seed (`noise.py`). The order is that of Hugging Face's
-generation pipeline:
+What else a request may ask for is in files of its own: rules about single tokens (`token_rules.py`),
+penalties (`penalties.py`), top-k, top-p and min-p (`filters.py`), a seed (`noise.py`). The order is that of Hugging
+Face's generation pipeline:
 
-    bias -> penalties -> temperature -> top-k -> top-p -> min-p -> sample
+    rules -> penalties -> temperature -> top-k -> top-p -> min-p -> sample
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from torch import Tensor
 
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.filters import filter_logits
-from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.noise import gumbel_noise
+from stage_a_naive.contract.outputs import NO_TOKEN
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.penalties import apply_penalties
+from stage_a_naive.contract.token_rules import apply_rules
 
 if TYPE_CHECKING:
-    from stage_a_naive.contract.outputs import Completion
+    from stage_a_naive.contract.outputs import Completion, SamplingFunction
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
@@ -64,29 +65,65 @@ def choose_tokens(
         logits: `[rows, vocab]`, float32.
         completions: the answers so far, one per row, all of requests with the same `sampling_fn`.
         steps: how many tokens each has generated; None counts those in its completion. An engine that reads tokens late
-            has chosen more than the completion knows. Penalties need them all in the completion.
+            has chosen more than the completion knows. Penalties and bad words need them all in the completion.
         penalise, sample: what these two steps are; the defaults work row by row.
 
     Returns:
-        ids `[rows]`, int64, on the logits' device.
-
-    Raises:
-        ValueError: a replaced `sampling_fn` returned something other than one id of the vocabulary per row.
+        ids `[rows]`, int64, on the logits' device. Where a replaced `sampling_fn` fails for a row, the row's completion
+        fails, and its id means nothing. Where the logits have no finite maximum, the id is `NO_TOKEN`.
     """
     requests = [completion.request for completion in completions]
     params = [request.params for request in requests]
-    if any(p.logit_bias for p in params):
-        logits = add_logit_bias(logits, params)
+    steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
+    rules = [request.token_rules for request in requests]
+    if any(rules):
+        logits = apply_rules(logits, rules, steps, [completion.token_ids for completion in completions])
     if any(p.needs_penalties for p in params):
         prompts = [request.prompt_token_ids for request in requests]
         logits = penalise(logits, params, prompts, [completion.token_ids for completion in completions])
     sampling_fn = requests[0].sampling_fn
     if sampling_fn is not None:
+        ids, errors = replaced_ids(sampling_fn, logits, params)
+        for row, error in errors.items():
+            completions[row].fail(error)
+    else:
+        ids = sample(logits, params, [request.seed for request in requests], steps)
+    return where_finite(ids, logits)
+
+
+def where_finite(ids: Tensor, scores: Tensor) -> Tensor:
+    """Put `NO_TOKEN` in place of the ids `[rows]` of rows `[rows, vocab]` whose maximum is NaN or infinite."""
+    best = scores.amax(-1)
+    return ids.masked_fill((best - best).bool(), NO_TOKEN)  # inf - inf is NaN, which is not 0
+
+
+def replaced_ids(
+    sampling_fn: SamplingFunction, logits: Tensor, params: Sequence[SamplingParams]
+) -> tuple[Tensor, dict[int, Exception]]:
+    """Choose tokens with a replaced sampler.
+
+    If it fails for several rows, it is called again for each row alone, so that the others keep their tokens.
+
+    Args:
+        logits: `[rows, vocab]`, float32, penalties already applied.
+        params: one per row.
+
+    Returns:
+        ids `[rows]`, int64, on the logits' device; and the errors of the rows that failed, whose ids are 0. If it
+        fails for its rows together and for none of them alone, the error is that of each row.
+    """
+    try:
         # A copy: it may write to it or keep it, and log-probabilities are made of what the model said. (A compiled
         # step writes its next logits to the same memory.)
-        return checked_ids(sampling_fn(logits.clone(), params), logits)
-    steps = [completion.num_generated_tokens for completion in completions] if steps is None else steps
-    return sample(logits, params, [request.seed for request in requests], steps)
+        return checked_ids(sampling_fn(logits.clone(), list(params)), logits), {}
+    except Exception as error:
+        ids, errors = torch.zeros(len(params), dtype=torch.int64, device=logits.device), {0: error}
+        if len(params) > 1:
+            alone = [replaced_ids(sampling_fn, row[None], [own]) for row, own in zip(logits, params, strict=True)]
+            errors = {row: failed[0] for row, (_, failed) in enumerate(alone) if failed}
+            errors = errors or dict.fromkeys(range(len(params)), error)
+            ids = torch.cat([chosen for chosen, _ in alone])
+        return ids, errors
 
 
 def checked_ids(ids: Tensor, logits: Tensor) -> Tensor:

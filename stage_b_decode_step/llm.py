@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from stage_a_naive.contract.logprobs import top_logprobs
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
+from stage_a_naive.checkpoints.model_config import layer_kinds, rope_of_kind
+from stage_a_naive.contract.logprobs import PromptLogprobs, top_logprobs
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, synchronized_time
 from stage_a_naive.contract.params import as_boolean, as_integer, check_field
-from stage_a_naive.entrypoints.frontend import OnText
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.llm import LLM as NaiveLLM
 from stage_a_naive.sampling import choose_tokens
@@ -100,8 +100,10 @@ class LLM(NaiveLLM):
         self._warm: set[tuple[int, int]] = set()  # (cache length, decode steps) of the warm-ups so far
 
     def _model_options(self) -> dict[str, Any]:
-        rope_type = self.source.config.rope_parameters.get("rope_type")
-        if self.compile and rope_type in ("dynamic", "longrope"):
+        config = self.source.config
+        rope_types = {rope_of_kind(config, kind).get("rope_type") for kind in layer_kinds(config)}
+        rope_type = next(iter(rope_types & {"dynamic", "longrope"}), None)
+        if self.compile and rope_type:
             raise ValueError(
                 f"compile=True cannot be combined with a model of rope scaling type {rope_type!r}: Python looks at "
                 "the position in every step to choose the frequencies; leave compile off"
@@ -147,6 +149,10 @@ class LLM(NaiveLLM):
         end = synchronized_time(self.device)
         return completion.to_output(arrival, start, first, end)
 
+    def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
+        with self._settings():
+            return super()._score(prompt_token_ids, count)
+
     def _prefill(self, prompt: list[int], cache: Cache) -> Tensor:
         """Run all prompt tokens at once; returns logits `[1, vocab]` of the last one."""
         pin = self.pinned and self.device.type == "cuda"
@@ -165,8 +171,8 @@ class LLM(NaiveLLM):
     def _decode(self, cache: Cache, log: TokenLog, completion: Completion, on_text: OnText | None) -> None:
         """Run steps until the completion is finished. Surplus steps stay inside the cache: the last step is known."""
         params = completion.request.params
-        # Penalties read the tokens so far, and log-probabilities are read on the host: both need each token at once.
-        every_step = not self.async_eos or params.needs_penalties or params.logprobs is not None
+        # Penalties and bad words read the tokens so far, and log-probabilities are read on the host: at once.
+        every_step = not self.async_eos or params.needs_tokens or params.logprobs is not None
         last = completion.num_remaining_tokens if completion.finish_reason is None else 0
         assert self.sync_every is not None
         for step in range(1, last + 1):
@@ -192,9 +198,7 @@ class LLM(NaiveLLM):
                 return
             # With log-probabilities every step is waited for, so these logits are this token's.
             logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
-            piece = completion.append(token_id, logprobs)
-            if piece and on_text is not None:
-                on_text(completion.request.index, piece)
+            completion.tell(on_text, completion.append(token_id, logprobs))
 
     # Before the clock starts -----------------------------------------------------------------------------------------
 

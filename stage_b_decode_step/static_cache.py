@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, StaticLayer
 
+from stage_a_naive.checkpoints.model_config import layer_kinds
+
 SMALLEST_CACHE = 256
 
 
@@ -50,8 +52,6 @@ class StaticKVCache(Cache):
 
     Attributes:
         position: `[1]` int64 on the device, where the next token goes; the positions before it are filled.
-        mask: `[1, 1, 1, length]`, what a decode step adds to its scores: 0 where a position is filled, -inf where it is
-            not. Numbers, not booleans, because SDPA would turn booleans into numbers again in every layer.
 
     Raises:
         ValueError: not enough memory; the message says for what.
@@ -73,10 +73,26 @@ class StaticKVCache(Cache):
             ) from error
         self.length = length
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.mask = torch.full((1, 1, 1, length), -torch.inf, dtype=dtype, device=device)
+        self._filled = torch.full((1, 1, 1, length), -torch.inf, dtype=dtype, device=device)
+        self._positions = torch.arange(length, device=device)
+        self._kinds, self._window = set(layer_kinds(config)), getattr(config, "sliding_window", None) or length
         # The marks tell CUDA graphs that these tensors stay where they are and need no copy at every replay.
         torch._dynamo.mark_static_address(self.position)
-        torch._dynamo.mark_static_address(self.mask)
+        torch._dynamo.mark_static_address(self._filled)
+        torch._dynamo.mark_static_address(self._positions)
+
+    @property
+    def mask(self) -> Tensor | dict[str, Tensor]:
+        """What a decode step adds to its scores, `[1, 1, 1, length]`; of layers of two kinds, a mask for each.
+
+        0 where a position is seen; -inf where it is empty, or where a window hides it, which costs what a full layer
+        does. Numbers, not booleans, because SDPA would turn booleans into numbers again in every layer.
+        """
+        if self._kinds == {"full_attention"}:
+            return self._filled
+        hidden = self._positions <= self.position - self._window
+        windowed = self._filled.masked_fill(hidden, -torch.inf)
+        return windowed if len(self._kinds) == 1 else {"full_attention": self._filled, "sliding_attention": windowed}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -98,7 +114,7 @@ class StaticKVCache(Cache):
 
     def begin_step(self) -> None:
         """Make the position of the new token visible, to itself and to all later ones."""
-        self.mask.index_fill_(-1, self.position, 0)
+        self._filled.index_fill_(-1, self.position, 0)
 
     def end_step(self) -> None:
         """Move to the next position."""
@@ -106,13 +122,13 @@ class StaticKVCache(Cache):
 
     def end_prefill(self, tokens: int) -> None:
         """Note that a prompt of this many tokens has been stored."""
-        self.mask[..., :tokens] = 0
+        self._filled[..., :tokens] = 0
         self.position.fill_(tokens)
 
     def reset(self) -> None:
         """Make the cache empty. Old values are erased, because even a masked-out NaN would spread."""
         super().reset()
-        self.mask.fill_(-torch.inf)
+        self._filled.fill_(-torch.inf)
         self.position.zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

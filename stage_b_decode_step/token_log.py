@@ -54,13 +54,16 @@ class TokenLog:
         self._in_flight: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def write(self, ids: Tensor) -> None:
-        """Log the id `[1]` that a step chose, and make it the next step's input. Does not wait for it."""
+        """Log the id `[1]` that a step chose, and make it the next step's input. Does not wait for it.
+
+        Where that is no token, a negative number, the steps before the host knows it run on another one.
+        """
         if self._reuse:
-            self.next_input.copy_(ids[None])
+            torch.clamp(ids[None], min=0, out=self.next_input)
             self.generated[self._written : self._written + 1].copy_(ids)
         else:
-            self.next_input = ids.to(self._device)[None]
-            self._unsent.append(self.next_input[0])
+            self._unsent.append(ids.to(self._device))
+            self.next_input = self._unsent[-1][None].clamp(min=0)
         self._written += 1
 
     def send(self) -> None:

@@ -1,9 +1,10 @@
 """The numbers that define a decoder, read from a Hugging Face `config.json`.
 
-Qwen2, Qwen3 and Llama are one architecture with three switches: Qwen2 adds a bias to the Q, K and V projections, Qwen3
-normalises every query and key head, Llama 3 stretches the rotary frequencies. Stage A has refused other architectures
-and impossible sizes; what only a model of one's own can lack is refused here by name: computing something else in
-silence would give fluent nonsense.
+Qwen2, Qwen3, Llama, Mistral and Gemma 3 are one architecture with a few switches: Qwen2 adds a bias to the Q, K and V
+projections, Qwen3 normalises every query and key head, Gemma 3 normalises what a layer adds as well. What may differ
+from layer to layer, how far back a layer sees and how it turns its heads, is a row of a table (`layers`). Stage A has
+refused other architectures and impossible sizes; what only a model of one's own can lack is refused here by name:
+computing something else in silence would give fluent nonsense.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from stage_a_naive.checkpoints.model_config import check_config, check_rope_type
+from stage_a_naive.checkpoints.model_config import check_config, check_rope_type, layer_kinds, rope_of_kind
 from stage_a_naive.contract.errors import ModelError
+from stage_d_paged.layers import ACTIVATIONS
+from stage_d_paged.rope import SCALINGS, Rope
+
+# What a config may ask for, by the architectures whose models heed it in transformers.
+HAS_ATTENTION_BIAS, HAS_MLP_BIAS = ("llama", "qwen3", "gemma3_text"), ("llama",)
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's rotary frequency scaling: low frequencies divided by `factor`, high ones kept, a ramp between."""
+class LayerKind:
+    """What one layer of a model may have different from another."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    window: int = 0  # tokens that a query sees, itself included; 0: all before it
+    rope: Rope = Rope()
 
 
 @dataclass(frozen=True)
@@ -33,66 +37,73 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    layers: tuple[LayerKind, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: Llama3Scaling | None
     qkv_bias: bool  # Qwen2
-    qk_norm: bool  # Qwen3
+    qk_norm: bool  # Qwen3, Gemma 3
     tie_word_embeddings: bool
+    output_bias: bool = False  # of the attention: `attention_bias`, which is for Q, K and V too
+    mlp_bias: bool = False
+    activation: str = "silu"
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    embedding_scale: float = 1.0
+    is_gemma: bool = False  # norms of weight 1 + w, four per layer
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @classmethod
     def from_hf(cls, config: PretrainedConfig) -> ModelConfig:
         """Translate a Hugging Face config; `ModelError` names what is not supported."""
         check_config(config)
-        _refuse_unsupported(config)
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        theta, scaling = _rope(config)
+        heads, is_gemma = config.num_attention_heads, config.model_type == "gemma3_text"
+        attention_bias = config.model_type in HAS_ATTENTION_BIAS and bool(config.attention_bias)
+        activation = config.hidden_activation if is_gemma else config.hidden_act
+        if activation not in ACTIVATIONS:
+            raise ModelError(f"the activation {activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
+        windows = {"full_attention": 0, "sliding_attention": getattr(config, "sliding_window", None) or 0}
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
+            layers=tuple(LayerKind(windows[kind], _rope(rope_of_kind(config, kind))) for kind in layer_kinds(config)),
             num_heads=heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             rms_norm_eps=config.rms_norm_eps,
             max_position_embeddings=config.max_position_embeddings,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            qkv_bias=config.model_type == "qwen2",
-            qk_norm=config.model_type == "qwen3",
+            qkv_bias=attention_bias or config.model_type == "qwen2",
+            qk_norm=config.model_type == "qwen3" or is_gemma,
             tie_word_embeddings=bool(config.tie_word_embeddings),
+            output_bias=attention_bias,
+            mlp_bias=config.model_type in HAS_MLP_BIAS and bool(config.mlp_bias),
+            activation="silu" if activation == "swish" else activation,  # two names of one function
+            attention_scale=config.query_pre_attn_scalar**-0.5 if is_gemma else None,
+            embedding_scale=config.hidden_size**0.5 if is_gemma else 1.0,
+            is_gemma=is_gemma,
         )
 
-
-def _refuse_unsupported(config: PretrainedConfig) -> None:
-    check_rope_type(
-        config.rope_parameters.get("rope_type", "default"), ("default", "llama3")
-    )  # stages A to C know more
-    if config.hidden_act not in ("silu", "swish"):  # two names of one function
-        raise ModelError(f"the activation {config.hidden_act!r} is not supported; only 'silu' is")
-    for flag in ("attention_bias", "mlp_bias"):
-        if getattr(config, flag, False):
-            raise ModelError(f"{flag}=true is not supported; only Qwen2's biases of Q, K and V are")
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor is not supported; only models that rotate whole heads are")
+    @property
+    def beyond_kernels(self) -> str:
+        """Name what this model has that kernels of a whole layer or MLP do not compute; "" if there is nothing."""
+        found = {
+            "four norms per layer": self.is_gemma,
+            "a bias behind attention": self.output_bias,
+            "biases in the MLP": self.mlp_bias,
+            f"the activation {self.activation}": self.activation != "silu",
+        }
+        return ", ".join(name for name, is_there in found.items() if is_there)
 
 
-def _rope(config: PretrainedConfig) -> tuple[float, Llama3Scaling | None]:
+def _rope(rope: dict) -> Rope:
     """Read base and scaling of the rotary embedding. transformers 5 keeps both in `rope_parameters`."""
-    rope = config.rope_parameters
-    theta = float(rope["rope_theta"])
-    if rope.get("rope_type", "default") == "default":
-        return theta, None
-    return theta, Llama3Scaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
-    )
+    rope_type = rope.get("rope_type", "default")
+    check_rope_type(rope_type, SCALINGS)  # stages A to C know one more
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("partial_rotary_factor is not supported; only models that rotate whole heads are")
+    return Rope(float(rope["rope_theta"]), SCALINGS[rope_type](rope))

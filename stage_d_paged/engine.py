@@ -30,7 +30,7 @@ News = list[tuple[Sequence, str]]  # sequences that got a token, each with its n
 class StaticEngine:
     """Runs requests in static batches.
 
-    An error of the sampler, or in the text of a request, drops the requests that it is about. Any other error during a
+    An error of the sampler, or in the text of a request, ends the requests that it is about. Any other error during a
     step costs recomputation only: the next step starts again from the tokens known.
 
     Args:
@@ -72,17 +72,25 @@ class StaticEngine:
         return memory_report(self._last_batch, runtime.block_size, runtime.max_model_len, runtime.bytes_per_token)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
-        """Forget requests that are not done. Others of their batch start again from the tokens that they have."""
+        """Forget requests that are not done. Others of their batch start again from the tokens that they have.
+
+        A batch in which none is left gives its blocks back.
+        """
         gone = set(sequences)
-        if gone:
-            self._midway = True
+        is_certain = not (gone or self._midway)
+        self._midway = True
+        if is_certain:
+            if all(sequence.is_finished for sequence in self._batch):
+                self._end_batch()
+            self._midway = False
+        else:
             self._restart([sequence for sequence in self.unfinished if sequence not in gone])
 
     def _restart(self, sequences: list[Sequence]) -> None:
         """Start again with an empty pool: it is not known what the interrupted step has written."""
         self._empty_the_pool()
         for sequence in sequences:
-            sequence.completion = sequence.completion.replayed()
+            sequence.completion.replay()
             sequence.block_table = []
             sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
         self.waiting = deque(sequence for sequence in sequences if not sequence.is_finished)
@@ -192,11 +200,7 @@ class StaticEngine:
         logits = self._runtime.model.compute_logits(hidden).float()  # [sequences, vocab]
         row_of = {sequence: row for row, sequence in enumerate(self._batch)}
         rows = [row_of[sequence] for sequence in sequences]
-        try:
-            ids = self._sampler.choose_for(logits, [s.completion for s in sequences], rows).tolist()  # waits
-        except Exception:
-            self.drop(sequences)
-            raise
+        ids = self._sampler.choose_for(logits, [s.completion for s in sequences], rows).tolist()  # waits
         now = time.perf_counter()
         news: News = []
         for row, (token_id, sequence) in enumerate(zip(ids, sequences, strict=True)):
@@ -204,9 +208,5 @@ class StaticEngine:
             logprobs = None if count is None else top_logprobs(logits[row], count, token_id)
             sequence.first_token_time = sequence.first_token_time or now
             sequence.finish_time = now
-            try:
-                news.append((sequence, sequence.completion.append(token_id, logprobs)))
-            except Exception:
-                self.drop([sequence])
-                raise
+            news.append((sequence, sequence.completion.append(token_id, logprobs)))
         return news

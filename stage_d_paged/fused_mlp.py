@@ -35,6 +35,8 @@ def use_fused_mlp(model: DecoderModel, options: EngineOptions, device: torch.dev
 
 
 def _why_unsupported(model: DecoderModel, device: torch.device) -> str:
+    if model.config.beyond_kernels:
+        return f"it does not compute {model.config.beyond_kernels}"
     return why_unsupported("auto", device, model.config.hidden_size, model.config.intermediate_size)
 
 

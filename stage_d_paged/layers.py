@@ -12,14 +12,31 @@ change the last bit of an element.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stage_d_paged.config import ModelConfig
+from stage_d_paged.rope import Rope
 from stage_d_paged.weights import WeightLoader
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+# By the names that configs have for them, several for one formula; each makes a tensor of its own.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("silu", "swish"), F.silu),
+    **dict.fromkeys(("gelu", "gelu_python"), F.gelu),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), _gelu_tanh),
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+}
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -40,6 +57,20 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Gemma's RMSNorm: the weight is `1 + w` of the stored `w`, and the product is rounded once, at its end."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size, eps, torch.float32, device)
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        super().load(weights, prefix)
+        self.weight += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
 
 
 class QKNorm(nn.Module):
@@ -63,6 +94,22 @@ class QKNorm(nn.Module):
         return F.rms_norm(qk, qk.shape[-1:], None, self.eps) * self.weight
 
 
+class OffsetQKNorm(QKNorm):
+    """Gemma 3's norm of heads, of weight `1 + w` as in `OffsetRMSNorm`."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, eps, torch.float32, device)
+
+    def load(self, weights: WeightLoader, prefix: str) -> None:
+        super().load(weights, prefix)
+        self.weight += 1
+
+    def forward(self, qk: Tensor) -> Tensor:
+        return super().forward(qk.float()).to(qk.dtype)
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al., 2021): dimension pair (i, i + head_dim/2) turns by `position * freq_i`.
 
@@ -72,11 +119,13 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rope: Rope, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        frequencies = rotary_frequencies(config)  # [head_dim / 2]
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()  # [positions, head_dim / 2]
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * rope.frequencies(head_dim)
+        cos, sin = (
+            angles.cos() * rope.attention_factor,
+            angles.sin() * rope.attention_factor,
+        )  # [positions, head_dim / 2]
         # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin): the halves swapped, times sin with the first half negated.
         self.register_buffer("cos", torch.stack((cos, cos), 1).to(device, dtype), persistent=False)
         self.register_buffer("sin", torch.stack((-sin, sin), 1).to(device, dtype), persistent=False)
@@ -84,21 +133,6 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Look up cos and signed sin of positions `[tokens]`, each `[tokens, 1, 2, head_dim / 2]`, for all layers."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-
-def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Return the angle per position of every dimension pair, `[head_dim / 2]`, float32."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    # Llama 3.1: a pair that turns less than `low` times within the original context is slowed down by `factor`, one
-    # that turns more than `high` times is kept, and between them the two are mixed.
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -128,9 +162,11 @@ class Linear(nn.Module):
             start += rows
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply; with a `residual` (and no bias), write `residual + x Wᵀ` over it."""
+        """Multiply; with a `residual`, write its sum with the product over it."""
         if residual is None:
             return F.linear(x, self.weight, self.bias)
+        if self.bias is not None:
+            return residual.add_(F.linear(x, self.weight, self.bias))
         return residual.addmm_(x, self.weight.t())
 
 

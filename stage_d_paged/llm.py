@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, Request, synchronized_time
+from stage_a_naive.contract.logprobs import PromptLogprobs
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, synchronized_time
 from stage_a_naive.contract.params import SamplingParams
-from stage_a_naive.entrypoints.frontend import Frontend, OnText
+from stage_a_naive.contract.requests import only_answer
+from stage_a_naive.entrypoints.frontend import Frontend
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.engine import StaticEngine
 from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import choose_num_blocks, load_runtime
+from stage_d_paged.scoring import score_prompts
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.stepping import Stepping
 
@@ -96,17 +99,23 @@ class LLM(Frontend):
         try:
             with bar or nullcontext():
                 while not all(sequence.is_finished for sequence in sequences):
-                    news = self._stepping.step_for(sequences) if self._stepping else engine.step()[0]
-                    for sequence, piece in news:
+                    for sequence, piece in engine.step()[0]:
                         if sequence in (self._stepping or ()):
                             continue
-                        if piece and on_text is not None:
-                            on_text(sequence.request.index, piece)
+                        sequence.completion.tell(on_text, piece)
                         if bar is not None:
                             bar.update(sequence.is_finished)
         finally:  # also after an error or Ctrl-C: no request of this call keeps a block
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])
         return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
+
+    def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
+        while True:
+            blocks = self.block_manager
+            scores = score_prompts([prompt_token_ids], count, self.runtime.model, self.kv_cache, blocks)
+            if scores is not None:
+                return scores[0]
+            self.engine.step()  # requests that were added hold the blocks
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
         # The last token generated takes no slot, because none comes after it to read its K and V. A request that would
@@ -119,7 +128,7 @@ class LLM(Frontend):
 
         While another thread's call runs it waits; from a callback of this thread's own call it does not.
         """
-        [request] = self.requests([prompt], sampling_params)
+        request = only_answer(self.requests([prompt], sampling_params))
         sequence = self._sequence(request)
         with self._lock:
             self._stepping = self._stepping or Stepping(self.engine)
@@ -133,7 +142,7 @@ class LLM(Frontend):
             in a decode step, minus the number of sequences.
 
         Raises:
-            Exception: what broke the step off. The requests that it is about are dropped, the others go on.
+            Exception: what ended a request, or broke the step off; the others go on.
         """
         with self._one_call():
             return (self._stepping or Stepping(self.engine)).step()

@@ -1,4 +1,4 @@
-"""The decoder: Qwen2, Qwen3 and Llama, written out, on flat batches and a paged KV cache.
+"""The decoder: Qwen2, Qwen3, Llama, Mistral and Gemma 3, written out, on flat batches and a paged KV cache.
 
 A batch is the tokens of all its sequences, one after another: `input_ids [tokens]`, no batch dimension, no padding. The
 linears treat every token alone; only attention depends on the sequence of a token, and the `AttentionMetadata` that is
@@ -6,6 +6,8 @@ passed along contains it. One layer, with the residual stream `x` running throug
 
     x = x + o_proj(attention(rotary(qkv_proj(norm(x)))))
     x = x + down_proj(silu(gate) * up),   gate, up = gate_up_proj(norm(x))
+
+Layers may differ in how far back they see and in how they turn their heads: rows of `ModelConfig.layers`.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata
-from stage_d_paged.config import ModelConfig
+from stage_d_paged.config import LayerKind, ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.layers import (
+    ACTIVATIONS,
     Embedding,
     Linear,
+    OffsetQKNorm,
+    OffsetRMSNorm,
     QKNorm,
     RMSNorm,
     RotaryEmbedding,
@@ -44,19 +48,21 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         linear: MakeLinear,
+        kind: LayerKind,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.window = kind.window
         self.backend = backend
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {"q_proj": query, "k_proj": key, "v_proj": key}
         self.qkv_proj = linear(config.hidden_size, parts, config.qkv_bias, dtype, device)
         self.qk_norm = None
         if config.qk_norm:
-            eps = config.rms_norm_eps
-            self.qk_norm = QKNorm(self.num_heads, self.num_kv_heads, self.head_dim, eps, dtype, device)
-        self.o_proj = linear(query, {"o_proj": config.hidden_size}, False, dtype, device)
+            make, eps = OffsetQKNorm if config.is_gemma else QKNorm, config.rms_norm_eps
+            self.qk_norm = make(self.num_heads, self.num_kv_heads, self.head_dim, eps, dtype, device)
+        self.o_proj = linear(query, {"o_proj": config.hidden_size}, config.output_bias, dtype, device)
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         self.qkv_proj.load(weights, prefix)
@@ -67,7 +73,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,  # [tokens, hidden], normalised
-        residual: Tensor,  # [tokens, hidden], overwritten by the sum
+        residual: Tensor | None,  # [tokens, hidden], overwritten by the sum; None: return what would be added
         rotation: tuple[Tensor, Tensor],
         layer_cache: tuple[Tensor, Tensor],  # each [blocks, block_size, kv_heads, head_dim]
         metadata: AttentionMetadata,
@@ -78,31 +84,37 @@ class Attention(nn.Module):
             qk = self.qk_norm(qk)
         query, key = rotate(qk, *rotation).split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         self.backend.store(key, value, *layer_cache, metadata.slot_mapping)
-        attended = self.backend.attend(query, *layer_cache, metadata, self.scale)  # [tokens, heads, head_dim]
+        attended = self.backend.attend(query, *layer_cache, metadata, self.scale, self.window)
         return self.o_proj(attended.flatten(1), residual)
 
 
 class MLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, the SwiGLU of Shazeer, "GLU Variants Improve Transformer" (2020)."""
+    """`down(act(gate(x)) * up(x))`: with SiLU the SwiGLU of Shazeer, "GLU Variants Improve Transformer" (2020)."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, linear: MakeLinear) -> None:
         super().__init__()
         hidden, intermediate = config.hidden_size, config.intermediate_size
         parts = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up_proj = linear(hidden, parts, False, dtype, device)
-        self.down_proj = linear(intermediate, {"down_proj": hidden}, False, dtype, device)
+        self.gate_up_proj = linear(hidden, parts, config.mlp_bias, dtype, device)
+        self.down_proj = linear(intermediate, {"down_proj": hidden}, config.mlp_bias, dtype, device)
+        self.activation = ACTIVATIONS[config.activation]
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         self.gate_up_proj.load(weights, prefix)
         self.down_proj.load(weights, prefix)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # each [tokens, intermediate]
-        return self.down_proj(F.silu(gate).mul_(up), residual)
+        return self.down_proj(self.activation(gate).mul_(up), residual)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    norms = "input_layernorm", "post_attention_layernorm"
+    make_norm: type[RMSNorm] = RMSNorm
+    input_layernorm: Any
+    post_attention_layernorm: Any
 
     def __init__(
         self,
@@ -111,16 +123,17 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         linear: MakeLinear,
+        kind: LayerKind,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = Attention(config, backend, dtype, device, linear)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.self_attn = Attention(config, backend, dtype, device, linear, kind)
         self.mlp = MLP(config, dtype, device, linear)
+        for name in self.norms:
+            setattr(self, name, self.make_norm(config.hidden_size, config.rms_norm_eps, dtype, device))
         self.most_fused_rows = 0  # for up to this many tokens, stage C's operator does the norm and the MLP at once
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
-        for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+        for name in (*self.norms, "self_attn", "mlp"):
             getattr(self, name).load(weights, f"{prefix}.{name}")
 
     def forward(
@@ -139,6 +152,31 @@ class DecoderLayer(nn.Module):
         return mlp(norm(x), x)
 
 
+class GemmaLayer(DecoderLayer):
+    """A layer of Gemma 3: what attention and MLP add to the residual stream is normalised too."""
+
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    make_norm = OffsetRMSNorm
+    pre_feedforward_layernorm: OffsetRMSNorm
+    post_feedforward_layernorm: OffsetRMSNorm
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        layer_cache: tuple[Tensor, Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), None, rotation, layer_cache, metadata)
+        x = x + self.post_attention_layernorm(attended)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), None))
+
+
 class DecoderModel(nn.Module):
     """A whole decoder. Its weights are uninitialised until `load`.
 
@@ -152,7 +190,7 @@ class DecoderModel(nn.Module):
 
     # Modules that are called alike, but need not be of one class: later stages replace them.
     embed_tokens: Any
-    rotary: Any
+    rotaries: Any
     layers: Any
     norm: Any
     lm_head: Any
@@ -171,10 +209,16 @@ class DecoderModel(nn.Module):
         self.config = config
         tied = config.tie_word_embeddings  # the table of tokens is the LM head
         self.embed_tokens = (lm_head if tied else Embedding)(config.vocab_size, config.hidden_size, dtype, device)
-        self.rotary = RotaryEmbedding(config, max_model_len, dtype, device)
-        layers = (DecoderLayer(config, backend, dtype, device, linear) for _ in range(config.num_layers))
+        # As `embed_tokens` returns rows in `dtype`, so is the factor rounded to it.
+        self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
+        ropes = list(dict.fromkeys(kind.rope for kind in config.layers))  # most models have one
+        self.rotary_of_layer = [ropes.index(kind.rope) for kind in config.layers]
+        tables = (RotaryEmbedding(rope, config.head_dim, max_model_len, dtype, device) for rope in ropes)
+        self.rotaries = nn.ModuleList(tables)
+        make_layer = GemmaLayer if config.is_gemma else DecoderLayer
+        layers = (make_layer(config, backend, dtype, device, linear, kind) for kind in config.layers)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.norm = make_layer.make_norm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.lm_head = self.embed_tokens if tied else lm_head(config.vocab_size, config.hidden_size, dtype, device)
 
     def load(self, weights: WeightLoader) -> None:
@@ -198,9 +242,11 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         """Run all layers, writing the tokens' K and V into the pool; returns the final states `[tokens, hidden]`."""
         x = self.embed_tokens(input_ids)
-        rotation = self.rotary(positions)
-        for layer, layer_cache in zip(self.layers, kv_cache.layers, strict=True):
-            x = layer(x, rotation, layer_cache, metadata)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        rotations = [rotary(positions) for rotary in self.rotaries]
+        for layer, rotary, layer_cache in zip(self.layers, self.rotary_of_layer, kv_cache.layers, strict=True):
+            x = layer(x, rotations[rotary], layer_cache, metadata)
         return self.norm(x)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

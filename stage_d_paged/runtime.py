@@ -129,6 +129,11 @@ def load_runtime(
     notes = [f"attention: {backend.name} ({backend.reason})", patch(model, options, device)]
     if max_model_len < options.max_model_len:
         notes.append(f"max_model_len={options.max_model_len} is lowered to {max_model_len}, the model's positions")
+    if windows := [kind.window for kind in config.layers if 0 < kind.window < max_model_len]:
+        notes.append(
+            f"KV cache: {len(windows)} of {config.num_layers} layers see only the last {max(windows)} tokens; "
+            f"one pool serves all layers, so these keep up to {max_model_len} tokens of a request too"
+        )
     model.eval()
     return Runtime(config, backend, model, max_model_len, block_size, dtype, device, tuple(notes), formats.pool)
 

@@ -79,6 +79,11 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.completion.finish_reason is not None
 
+    @property
+    def error(self) -> Exception | None:
+        """What ended it, where that was an error of its own."""
+        return self.completion.error
+
 
 def pack(token_ids: list[int]) -> bytes:
     """Return token ids as 32-bit integers side by side: three times as fast as by way of `array` or numpy."""

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from stage_e_batching.parts import Drafts, Launched, Pace, Report, Runner, Sampled
+from stage_e_batching.parts import Check, Drafts, Launched, Report, Runner, Sampled
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, Counters, ScheduledStep, State
 from stage_e_batching.trace import Trace
@@ -30,11 +31,11 @@ class Engine:
 
     scheduler: Scheduler  # decides the steps
     runner: Runner  # computes them
-    depth: int = 0  # steps that stay in flight when another one has been launched
-    pace: Pace | None = None  # says that before every step, where it changes
+    depth: int | Callable[[Launched], int] = 0  # steps that stay in flight when another one has been launched
     drafts: Drafts | None = None  # guess tokens that a step verifies
     trace: Trace | None = None  # a record of every step
     counters: Counters = field(default_factory=Counters)
+    check: Check | None = None  # says what is wrong with an answer that is complete
     reports: list[Report] = field(default_factory=list)  # called with every step that has run
     news: deque[BatchSequence] = field(default_factory=deque)  # they have a token to read, or their end; to be emptied
     _launched: Launched = field(default_factory=deque, init=False)
@@ -62,7 +63,7 @@ class Engine:
                 self._collect(0)
             if are_promising and drafts.propose() and drafts.need_tokens:
                 return 0
-        return self.depth if self.pace is None else self.pace.next_depth(self._launched)
+        return self.depth(self._launched) if callable(self.depth) else self.depth
 
     def _collect(self, depth: int) -> None:
         """Wait for the tokens of the oldest steps, until `depth` are in flight."""
@@ -99,7 +100,7 @@ class Engine:
             if ended and ended[-1] is sequence:  # in an earlier row
                 num_late += 1
             elif errors and i in errors:
-                sequence.error = errors[i]
+                sequence.completion.fail(errors[i])
                 ended.append(sequence)
             else:
                 self._uncertain = sequence
@@ -125,8 +126,12 @@ class Engine:
         """Note the end of a sequence, done or not, and release what it holds. A second call does nothing."""
         if self.scheduler.find(sequence.request_id) is not sequence:
             return
-        if sequence.is_finished and sequence.error is None:
+        if sequence.is_finished:
+            error = self.check(sequence.completion) if self.check is not None and sequence.error is None else None
+            if error is not None:
+                sequence.completion.fail(error)
             sequence.end(time.perf_counter())
+        if sequence.is_finished and sequence.error is None:
             self.counters.num_finished += 1
         else:
             self.counters.num_aborted += 1
@@ -136,7 +141,7 @@ class Engine:
     def forget(self) -> None:
         """Start again from what is certain, the tokens of each request; at any moment, and twice."""
         if self._uncertain is not None:
-            self._uncertain.replay()
+            self._uncertain.completion.replay()
             self._uncertain = None
         while self._launched:
             with suppress(Exception):  # it may have failed as well; what it reports then is reported already
@@ -144,7 +149,7 @@ class Engine:
         for part in filter(None, (self.runner, self.drafts, self.scheduler, self.trace)):
             part.forget()
         for sequence in self.scheduler.unfinished:
-            if sequence.error is not None or sequence.is_finished:
+            if sequence.is_finished:
                 self.remove(sequence)
             else:
                 self.news.append(sequence)

@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 
-from stage_a_naive.contract.outputs import GenerationOutput, Request
-from stage_a_naive.entrypoints.frontend import Frontend, OnText, Prompts
+from stage_a_naive.contract.logprobs import PromptLogprobs
+from stage_a_naive.contract.outputs import GenerationOutput, OnText, Request, returned
+from stage_a_naive.contract.requests import only_answer
+from stage_a_naive.entrypoints.frontend import Frontend, Prompts
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_d_paged.scoring import check_can_score, score_prompts
 from stage_e_batching.calls import Calls, Event
 from stage_e_batching.engine import Engine
 from stage_e_batching.options import BatchingOptions
@@ -51,7 +54,6 @@ class LLM(Frontend):
     """
 
     options_class = BatchingOptions
-    scheduler_class = Scheduler
 
     def __init__(
         self,
@@ -94,8 +96,8 @@ class LLM(Frontend):
     def _engine(self) -> Engine:
         return Engine(self._scheduler(), self.runner, trace=self.trace)
 
-    def _scheduler(self, make: Callable[..., Scheduler] | None = None) -> Scheduler:
-        return (make or self.scheduler_class)(
+    def _scheduler(self, make: Callable[..., Scheduler] = Scheduler) -> Scheduler:
+        return make(
             num_blocks=self.kv_cache.num_blocks,
             block_size=self.kv_cache.block_size,
             max_num_seqs=self.options.max_num_seqs,
@@ -113,24 +115,30 @@ class LLM(Frontend):
         The pieces of a prompt join to exactly the text that `generate` returns. Stop reading to abort what is left.
 
         Returns:
-            for one string, its pieces; for a list, pairs of the prompt's index and a piece.
+            for one string, its pieces; for a list, pairs of the answer's index and a piece.
 
         Raises:
             ValueError: at the call, as `generate`.
+            Exception: what ended one request, when all have ended, as `generate`.
         """
-        pieces = self._stream(self.requests(prompts, sampling_params))
+        requests = self.requests(prompts, sampling_params)
+        pieces = self._stream([only_answer(requests)] if isinstance(prompts, str) else requests)
         return (piece for _, piece in pieces) if isinstance(prompts, str) else pieces
 
     def _stream(self, requests: list[Request]) -> Iterator[tuple[int, str]]:
         self._check_usable()
+        outputs: dict[int, GenerationOutput] = {}
         with closing(serve(self.calls, requests, streams=True)) as events:
             for request, event in events:
                 if event.text:
                     yield request.index, event.text
+                if event.output is not None:
+                    outputs[request.index] = event.output
+        returned([outputs[request.index] for request in requests])
 
     def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
-        [request] = self.requests([prompt], sampling_params)
+        request = only_answer(self.requests([prompt], sampling_params))
         return self._stepping.add(request)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -165,24 +173,43 @@ class LLM(Frontend):
 
     def _request(self, *given: Any) -> Request:
         request = super()._request(*given)
+        if request.params.prompt_logprobs is not None:
+            check_can_score(self.options)
         try:
             self.engine.scheduler.check_prompt(len(request.prompt_token_ids))
         except ValueError as error:
             raise ValueError(f"prompt {request.index}: {error}") from None
         return request
 
+    def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
+        mailbox = self.calls.new_mailbox()
+        while True:
+            with self.calls.lock:  # between two steps
+                blocks = self.engine.scheduler.block_manager
+                scores = score_prompts([prompt_token_ids], count, self.runner.model, self.kv_cache, blocks)
+            if scores is not None:
+                return scores[0]
+            self.calls.advance(mailbox)  # requests of other calls hold the blocks
+
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         outputs: dict[int, GenerationOutput] = {}
+        errors: dict[int, Exception] = {}  # of the callback
         bar = progress_bar(total=len(requests), desc="generate", unit="request") if use_tqdm else None
         rates = Rates(bar, self.engine.counters) if bar is not None else None
         with bar or nullcontext(), closing(serve(self.calls, requests, on_text is not None, rates)) as events:
             for request, event in events:
-                if event.text and on_text is not None:
-                    on_text(request.index, event.text)
+                if event.text and on_text is not None and request.index not in errors:
+                    try:
+                        on_text(request.index, event.text)
+                    except Exception as error:
+                        errors[request.index] = error
+                        self.calls.abort(event.request_id)
                 if event.output is not None:
                     outputs[request.index] = event.output
                     if bar is not None:
                         bar.update()
+        for index, error in errors.items():
+            outputs[index].update(finish_reason="error", error=error)
         return [outputs[request.index] for request in requests]
 
 
@@ -206,7 +233,7 @@ def make_sampler(runtime: Runtime, options: BatchingOptions, constraints: Constr
 def serve(
     calls: Calls, requests: Sequence[Request], streams: bool, rates: Rates | None = None
 ) -> Generator[tuple[Request, Event], None, None]:
-    """Drive the engine until all of `requests` are answered, yielding each one's events.
+    """Drive the engine until all of `requests` have ended, yielding each one's events.
 
     However it ends, by an error, Ctrl-C, or a reader that stops reading, the requests that are not done are dropped.
     Close it (`contextlib.closing`) to have that happen at once.
@@ -214,9 +241,6 @@ def serve(
     Args:
         streams: whether text is wanted as it comes, or only at the end.
         rates: updated after every step.
-
-    Raises:
-        Exception: what ended one of the requests.
     """
     mailbox = calls.new_mailbox()
     pending: dict[int, Request] = {}
@@ -225,8 +249,6 @@ def serve(
             pending[calls.add_request(request, mailbox, streams)] = request
         while pending:
             for event in mailbox.take():
-                if event.error is not None:
-                    raise event.error
                 request = pending[event.request_id]
                 if event.output is not None:
                     del pending[event.request_id]

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from stage_a_naive.contract.outputs import Completion
 from stage_e_batching.step import BatchSequence, ScheduledStep
 
 
@@ -40,16 +41,12 @@ class Runner(Protocol):
         ...
 
 
-class Pace(Protocol):
-    """How many steps are in flight, where that changes from step to step."""
-
-    def next_depth(self, launched: Launched) -> int:
-        """Return how many steps stay in flight when the next one has been launched."""
-        ...
-
-
 # Called with a step that has run, the sequences that ended in it, and when its tokens were known (monotonic clock).
 Report = Callable[[ScheduledStep, list[BatchSequence], float], None]
+
+
+# Called with an answer that is complete; returns the error that it ends with, or None.
+Check = Callable[[Completion], Exception | None]
 
 
 class Drafts(Protocol):

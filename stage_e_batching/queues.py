@@ -82,8 +82,8 @@ class Queues:
         # The first batch slots have a row in the sampler's table of counts, which penalties read.
         self._free_table_slots = list(range(self._num_table_slots - 1, -1, -1))
         self._free_plain_slots = list(range(self.max_num_seqs - 1, self._num_table_slots - 1, -1))
-        # Of those that wait: they did not fit, and no block or slot came free since. While these are all that a step
-        # would look at, it looks at none.
+        # Of those that wait: they did not fit, and nothing came free since. While these are all that a step would look
+        # at, it looks at none.
         self._refused: set[BatchSequence] = set()
 
     @property
@@ -167,9 +167,19 @@ class Queues:
         if used:
             raise RuntimeError(f"the engine is idle but {used} blocks of KV cache are in use")
 
+    def note_room(self, batch_slot: int = -1) -> None:
+        """Let the next step try those that did not fit again: blocks came free, or the watermark is lower, or both.
+
+        All that frees what a waiting sequence may need calls this.
+
+        Args:
+            batch_slot: came free too; -1 is none.
+        """
+        if batch_slot >= 0:
+            self.free_slots_like(batch_slot).append(batch_slot)
+        self._refused.clear()
+
     def _vacate(self, sequence: BatchSequence) -> None:
         self.block_manager.free(sequence)
-        if sequence.batch_slot >= 0:
-            self.free_slots_like(sequence.batch_slot).append(sequence.batch_slot)
-            sequence.batch_slot = -1
-        self._refused.clear()
+        batch_slot, sequence.batch_slot = sequence.batch_slot, -1
+        self.note_room(batch_slot)

@@ -11,7 +11,6 @@ sampler, in `sampler/`, chooses a token for each of these rows.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,20 +18,11 @@ import torch
 from stage_d_paged.batch import Chunk, flat_batch, upload
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
-from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_e_batching.step import ScheduledStep
 
-
-@dataclass(frozen=True)
-class InFlight:
-    """A step that the device has been told to run."""
-
-    sampled: SampledTokens | None  # None: nothing samples in this step
-
-    def wait(self) -> Sampled:
-        """Wait for the step's tokens."""
-        return Sampled([]) if self.sampled is None else self.sampled.on_host(self.sampled.ids)
+NO_IDS = torch.empty(0, dtype=torch.int64)
+NOTHING = SampledTokens(NO_IDS, NO_IDS)  # of a step in which no row samples
 
 
 class ModelRunner:
@@ -51,28 +41,28 @@ class ModelRunner:
         self.sampler = sampler
 
     @torch.inference_mode()
-    def launch(self, step: ScheduledStep) -> InFlight:
+    def launch(self, step: ScheduledStep) -> SampledTokens:
         """Enqueue a step and the sampling of its tokens."""
         for sequence in step.admitted:
             self.sampler.admit(sequence)
         if not step.sequences:
-            return InFlight(None)
+            return NOTHING
         chunks = map(Chunk, step.sequences, step.starts, step.num_tokens)
         batch = flat_batch(chunks, self.kv_cache.block_size, self.device)
         hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, batch.metadata)  # [tokens, hidden]
         sampling = [sequence for sequence, samples in zip(step.sequences, step.samples, strict=True) if samples]
         if not sampling:
-            return InFlight(None)
+            return NOTHING
         logits = self.model.compute_logits(hidden[batch.last_rows])  # [samples, vocab]
         rows = SamplerInput.empty(len(sampling))
         batch_slots = np.array([sequence.batch_slot for sequence in sampling])
         steps = np.array([sequence.num_generated_tokens for sequence in sampling])
         needs = self.sampler.fill(batch_slots, steps, rows)
         rows = SamplerInput(*upload(list(rows), self.device))
-        ids = self.sampler.choose(logits, rows)
+        ids, told = self.sampler.choose(logits, rows)
         if not needs & (LOGPROBS | REPLACED):
-            return InFlight(SampledTokens(ids))
-        return InFlight(self.sampler.complete(logits, ids, rows, batch_slots))
+            return SampledTokens(ids, told)
+        return self.sampler.complete(logits, ids, told, rows, batch_slots)
 
     def forget(self) -> None:
         """Wait until the device has done what it was told, and drop that. What it reports now is reported already."""

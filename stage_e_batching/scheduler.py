@@ -122,6 +122,7 @@ class Scheduler(Queues):
             sequence.num_in_flight += 1
             if len(sequence) == sequence.max_total_tokens:
                 del decoding[bisect_left(decoding, sequence.request_id, key=by_arrival)]
+                self.note_room()  # it grows no more: the watermark is lower
 
     def _schedule_one_kind(self, step: ScheduledStep) -> None:
         """Schedule whole prompts, or else decodes. After `MAX_PROMPT_STEPS` steps of prompts the decodes go first."""

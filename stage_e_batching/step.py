@@ -47,8 +47,7 @@ class BatchSequence(Sequence):
     num_in_flight: int = 0  # tokens that were launched and are not known yet
 
     owner: Any = None  # a weak reference, which leads to the mailbox of the call that made it
-    output: GenerationOutput | None = None  # set when it is complete
-    error: Exception | None = None  # set when it failed, or was aborted by another call
+    output: GenerationOutput | None = None  # set when it is complete or has failed
     streams: bool = True  # whether its call reads tokens as they come, or only the end
     num_read: int = 0  # tokens that its call has read
     end_was_read: bool = False
@@ -66,26 +65,15 @@ class BatchSequence(Sequence):
         """Add the next token; returns whether it is the last, also because the text it makes raised an error."""
         if self.first_token_time == 0.0:
             self.first_token_time = now
-        try:
-            self.completion.append(token_id, logprobs)
-        except Exception:
-            self.replay()
-            if self.error is None:  # it came from outside, as a signal handler's does: not the text's own error
-                raise
-            return True
+        self.completion.append(token_id, logprobs)
         return self.completion.finish_reason is not None
 
     def end(self, now: float) -> None:
-        """Make the output of a complete answer."""
+        """Make the output of an answer that is complete or has failed, perhaps before its first step."""
+        self.first_scheduled_time = self.first_scheduled_time or now
+        self.first_token_time = self.first_token_time or now
         self.finish_time = now
         self.output = self.completion.to_output(self.arrival_time, *self.times, self.num_cached_tokens)
-
-    def replay(self) -> None:
-        """Make the text anew from the tokens. What raises again is the request's own error, and its end."""
-        try:
-            self.completion = self.completion.replayed()
-        except Exception as error:
-            self.error = error
 
 
 S = TypeVar("S", bound=BatchSequence)  # what an engine's sequences are: later ones know more of theirs

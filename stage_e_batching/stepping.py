@@ -27,8 +27,11 @@ class Stepping:
         counters = self._calls.engine.counters
         prefilled, decoded = counters.num_run_prefill_tokens, counters.num_generated_tokens
         events = self._calls.step()
-        self._finished += [(event.request_id, event.output["token_ids"]) for event in events if event.output]
-        self._errors += [event.error for event in events if event.error is not None]
+        for event in events:
+            if event.error is not None:
+                self._errors.append(event.error)
+            elif event.output is not None:
+                self._finished.append((event.request_id, event.output["token_ids"]))
         if self._errors:
             raise self._errors.pop(0)
         finished, self._finished = self._finished, []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
@@ -13,7 +12,7 @@ from stage_f_graph_tp.cuda_graph import DecodeGraphs, GraphRecorder, Recorder, c
 from stage_f_graph_tp.forward import Layers
 from stage_f_graph_tp.head import Head
 from stage_f_graph_tp.input_batch import InputBatch
-from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.last_tokens import LastTokens, Tokens
 from stage_f_graph_tp.megakernel import choose_decode_step
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 from stage_f_graph_tp.options import GraphOptions
@@ -28,7 +27,7 @@ def compose_runner(
     sampler: Sampler,
     options: GraphOptions,
     batch: InputBatch | None = None,
-    tokens: LastTokens | Any | None = None,
+    tokens: Tokens | None = None,
     graphs: Sequence[DecodeGraphs] = (),
 ) -> StepRunner:
     """Compose the runner of an engine on one device, and record its graphs.
@@ -62,7 +61,7 @@ def make_buffers(runtime: Runtime, options: GraphOptions, batch: InputBatch) -> 
 
 
 def choose_megakernel(
-    runtime: Runtime, kv_cache: KVCache, tokens: LastTokens, batch: InputBatch, options: GraphOptions
+    runtime: Runtime, kv_cache: KVCache, tokens: Tokens, batch: InputBatch, options: GraphOptions
 ) -> list[MegakernelSteps]:
     """Return the megakernel as a forward, where it is wanted and can run."""
     # The reference attention is asked for to be run.

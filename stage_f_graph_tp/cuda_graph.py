@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from stage_a_naive.entrypoints.progress import progress_bar
-from stage_f_graph_tp.forward import StepOutput
-from stage_f_graph_tp.head import Head
+from stage_f_graph_tp.forward import StepHead, StepOutput
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, TokenSource
 
 LARGEST_GRAPH = 512
@@ -101,7 +100,7 @@ class StepGraphs:
         self.num_bytes = _used_bytes(device) - before
 
     def record_steps(
-        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: Head, device: torch.device
+        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
     ) -> str:
         """Record every shape from the parts that run it without a graph; returns a line about what that took."""
         start = time.perf_counter()
@@ -109,7 +108,7 @@ class StepGraphs:
         seconds, size = time.perf_counter() - start, self.num_bytes / 2**20
         return f"CUDA graphs: {len(self.shapes)} for {self.name}, {size:.0f} MiB, {seconds:.1f} s"
 
-    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: Head) -> Body:
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
         """Return what is recorded for a shape, on inputs that are all padding while it is recorded."""
         raise NotImplementedError
 
@@ -174,9 +173,9 @@ class DecodeGraphs(StepGraphs):
     def padding(self, buffers: StepBuffers, shape: StepShape) -> StepInput[Tensor]:
         """Return an input of this shape on the device that is all padding, for a step to be recorded on."""
         self.pad(buffers.next_host(shape), NOTHING)
-        return buffers.send(shape)
+        return buffers.send()
 
-    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: Head) -> Body:
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
         """Return the decode step of this shape that is recorded: the layers, the LM head, the sampler."""
         inputs = self.padding(buffers, shape)
         return lambda: head.sample(compute(inputs, shape), inputs, shape)

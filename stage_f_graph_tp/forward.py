@@ -12,25 +12,31 @@ from them, so that it computes what would be computed without it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.model import DecoderModel
-from stage_f_graph_tp.last_tokens import LastTokens
+from stage_e_batching.parts import InFlight
+from stage_f_graph_tp.last_tokens import Tokens
 from stage_f_graph_tp.step_input import StepInput, StepShape, attention_metadata
 
 
 class StepOutput(NamedTuple):
-    """What a forward has made of a step; None for what it has not. What is recorded is at fixed addresses."""
+    """Outputs of a forward; None for what it did not produce. What is recorded is at fixed addresses."""
 
     hidden: Tensor | None = None  # [tokens, hidden], or of the rows that sample alone: the final states
     logits: Tensor | None = None  # [rows, vocab]; None also where several ranks have a part each
     ids: Tensor | None = None  # int64 [rows]: the sampled tokens
+    told: Tensor | None = None  # int64 [rows]: the same, with `NO_TOKEN` where none could be chosen
     kept: Tensor | None = None  # int64 [rows]: those for the host
     check: Callable[[], None] | None = None  # waits for the step, and raises if its results are invalid
     is_on_host: bool = False  # `kept` is in the host's memory when `check` has returned
+
+
+Run = Callable[[StepInput[Tensor], StepShape, int], StepOutput]  # a forward's `run`
 
 
 class Forward(Protocol):
@@ -44,11 +50,37 @@ class Forward(Protocol):
         ...
 
     def pad(self, host: StepInput, exact: StepShape) -> None:
-        """Make what a step of shape `exact` does not fill of its input padding."""
+        """Pad what a step of shape `exact` leaves unfilled."""
         ...
 
     def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
         """Run a step whose input is on the device; `needs` is what its rows need of the sampler."""
+        ...
+
+
+class StepHead(Protocol):
+    """What follows a forward: the LM head and the sampler (`head.py`), or the next stage of a pipeline."""
+
+    def prepare(self, shapes: list[StepShape], record: Callable) -> list[str]:
+        """Get ready for steps of these shapes to be recorded; returns a line about each kind that it records itself."""
+        ...
+
+    def sample(self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
+        """Do what is recorded behind a forward."""
+        ...
+
+    def finish(
+        self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
+    ) -> InFlight:
+        """Do what is left of a step."""
+        ...
+
+    def discard(self, last: InFlight) -> None:
+        """Wait for what is under way, up to the step that was launched last, and drop it."""
+        ...
+
+    def release(self) -> None:
+        """Release the graphs."""
         ...
 
 
@@ -60,7 +92,7 @@ class Layers:
         tokens: the tokens that the device already has.
     """
 
-    def __init__(self, model: DecoderModel | Any, kv_cache: KVCache, tokens: LastTokens | Any) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: KVCache, tokens: Tokens) -> None:
         self.model, self.kv_cache, self.tokens = model, kv_cache, tokens
 
     def takes(self, shape: StepShape) -> StepShape:

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stage_d_paged.model import DecoderModel
-from stage_e_batching.parts import Sampled
+from stage_e_batching import parts
 from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler, SamplerInput
 from stage_f_graph_tp.forward import StepOutput
-from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.last_tokens import Tokens
 from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
@@ -33,20 +32,23 @@ class InFlight:
     arrived: torch.cuda.Event | None = None
     check: Callable[[], None] | None = None  # see `StepOutput`
 
-    def wait(self) -> Sampled:
+    def wait(self) -> parts.Sampled:
         """Wait for the step's tokens.
 
         Raises:
             RuntimeError: the step's results are invalid.
         """
         if self.sampled is None:
-            return Sampled([])
+            return parts.Sampled([])
         if self.check is not None:
             self.check()  # before anything is made of the results, which may be any numbers
         if self.arrived is not None:
             self.arrived.synchronize()
         assert self.host_ids is not None
         return self.sampled.on_host(self.host_ids)
+
+
+NOTHING_SAMPLED = InFlight(None)
 
 
 class Head:
@@ -59,15 +61,15 @@ class Head:
         tokens: where the next step reads what was sampled.
 
     Attributes:
-        beyond: what rows may need of the sampler that `sample` does not do.
+        completes: what rows may need of the sampler that `complete` adds to what `sample` does.
         makes_logits: whether `sample` makes whole rows of logits.
     """
 
-    beyond = LOGPROBS | REPLACED
+    completes = LOGPROBS | REPLACED
     makes_logits = True
 
     def __init__(
-        self, model: DecoderModel, vocab_size: int, dtype: torch.dtype, sampler: Sampler, tokens: LastTokens | Any
+        self, model: DecoderModel, vocab_size: int, dtype: torch.dtype, sampler: Sampler, tokens: Tokens
     ) -> None:
         self.model, self.sampler, self.tokens = model, sampler, tokens
         self.device = tokens.by_slot.device
@@ -91,17 +93,24 @@ class Head:
         """Choose a token for every row of the final states or logits, and keep it for the next step."""
         rows = output.hidden if output.logits is None else output.logits
         assert rows is not None
-        ids, logits = self.choose(output, inputs.sampling.first(len(rows)))
-        return output._replace(logits=logits, ids=ids, kept=self.tokens.keep(ids, inputs, shape))
+        output = self.choose(output, inputs.sampling.first(len(rows)))
+        assert output.ids is not None and output.told is not None
+        return output._replace(kept=self._keep(output.ids, output.told, inputs, shape))
 
-    def choose(self, output: StepOutput, rows: SamplerInput) -> tuple[Tensor, Tensor | None]:
-        """Choose a token for every row; returns ids `[rows]` and logits `[rows, vocab]`."""
+    def _keep(self, ids: Tensor, told: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
+        """Keep a step's tokens for the next step; returns what the host may see of them."""
+        kept = self.tokens.keep(ids, inputs, shape)
+        return told if kept is ids else torch.where(kept == ids, told, kept)
+
+    def choose(self, output: StepOutput, rows: SamplerInput) -> StepOutput:
+        """Choose a token for every row; adds ids `[rows]` and logits `[rows, vocab]`."""
         logits = output.logits
         if logits is None:
             assert output.hidden is not None
             place = self._logits[: len(output.hidden)]
             logits = self.model.compute_logits(output.hidden, out=place if len(place) == len(output.hidden) else None)
-        return self.sampler.choose(logits, rows), logits
+        ids, told = self.sampler.choose(logits, rows)
+        return output._replace(logits=logits, ids=ids, told=told)
 
     def finish(
         self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
@@ -115,47 +124,49 @@ class Head:
         """
         count = len(sample_slots)
         if count == 0:
-            return InFlight(None)
+            return NOTHING_SAMPLED
         if output.is_on_host:
             assert output.kept is not None
-            return InFlight(SampledTokens(output.kept), output.kept, check=output.check)
+            return InFlight(SampledTokens(output.kept, output.kept), output.kept, check=output.check)
         if output.ids is None:
             if output.hidden is not None and count < shape.num_tokens:
                 output = output._replace(hidden=output.hidden.index_select(0, inputs.sample_tokens[:count]))
             output = self.sample(output, inputs, shape)
         assert output.kept is not None
-        if not needs & self.beyond:
-            return self._fetch(SampledTokens(output.kept[:count]), output.check)
+        if not needs & self.completes:
+            kept = output.kept[:count]
+            return self._fetch(SampledTokens(kept, kept), output.check)
         try:
             sampled = self.complete(output, inputs.sampling.first(count), sample_slots)
         except Exception:
             if output.check is not None:
                 output.check()  # the sampler may have been handed what a step that gave up left
             raise
-        sampled = replace(sampled, ids=self.tokens.keep(sampled.ids, inputs, shape))
+        sampled = replace(sampled, told=self._keep(sampled.ids, sampled.told, inputs, shape))
         return self._fetch(sampled, output.check)
 
     def complete(self, output: StepOutput, rows: SamplerInput, sample_slots: np.ndarray) -> SampledTokens:
         """Add log-probabilities, and the tokens of replaced samplers, to a step's tokens."""
         count = len(sample_slots)
-        assert output.logits is not None and output.ids is not None
-        return self.sampler.complete(output.logits[:count], output.ids[:count], rows, sample_slots)
+        assert output.logits is not None and output.ids is not None and output.told is not None
+        given = output.logits[:count], output.ids[:count], output.told[:count]
+        return self.sampler.complete(*given, rows, sample_slots)
 
     def _fetch(self, sampled: SampledTokens, check: Callable[[], None] | None) -> InFlight:
         """Start the copy of the tokens to the host."""
         if self.device.type != "cuda":
-            return InFlight(sampled, sampled.ids.clone(), check=check)  # the next replay writes over them
+            return InFlight(sampled, sampled.told.clone(), check=check)  # the next replay writes over them
         self._host_ids.reverse()  # the other one may still be read
-        host_ids = self._host_ids[0][: len(sampled.ids)]
-        host_ids.copy_(sampled.ids, non_blocking=True)
+        host_ids = self._host_ids[0][: len(sampled.told)]
+        host_ids.copy_(sampled.told, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         return InFlight(sampled, host_ids, arrived, check)
 
-    def discard(self, last: InFlight) -> None:
+    def discard(self, last: parts.InFlight) -> None:
         """Wait for the step that was launched last, and drop it. If it fails as well, that was reported before."""
         with suppress(Exception):
             last.wait()
 
     def release(self) -> None:
-        """Keep the memory: it has no graphs of its own."""
+        """Do nothing: it owns no graphs."""

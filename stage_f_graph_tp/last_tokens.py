@@ -5,10 +5,27 @@ The host gets a copy of every token, but nothing on the device waits for the hos
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from stage_f_graph_tp.step_input import StepInput, StepShape, TokenSource
+
+
+class Tokens(Protocol):
+    """The tokens that the device already has: `LastTokens`, or a larger table."""
+
+    by_slot: Tensor  # int64 [num_slots + 1]: each batch slot's last one
+    num_slots: int
+
+    def read(self, inputs: StepInput[Tensor], shape: StepShape) -> None:
+        """Complete a step's input on the device."""
+        ...
+
+    def keep(self, ids: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
+        """Keep a step's sampled tokens for the next step; returns what the host may see of them."""
+        ...
 
 
 class LastTokens:
@@ -23,11 +40,8 @@ class LastTokens:
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
         self.by_slot = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.by_slot) - 1
 
     def read(self, inputs: StepInput[Tensor], shape: StepShape) -> None:
         """Complete a step's input on the device: the tokens of its decodes, unless the host has sent them."""

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 class LLM(stage_e.LLM):
     """Stage E's engine with CUDA graphs, overlapped scheduling, fused kernels and tensor parallelism.
 
-    `LLM(..., tensor_parallel_size=n)` starts its own workers. Under `torchrun` the processes are there already: every
-    one makes the same `LLM`; rank 0's returns, the others' work for it and end with the process when it closes.
+    `LLM(..., tensor_parallel_size=n)` starts its own workers.
 
     With overlap, `step` returns what came of the step before.
 
@@ -97,7 +96,7 @@ class LLM(stage_e.LLM):
 
         rank = build_ranks(job, ModelConfig.from_hf(self.source.config), build_worker, batch)
         self.device = rank.runtime.device
-        workers = rank.ranks.workers
+        workers = rank.runner.ranks.workers
         assert workers is not None  # this is rank 0
         # Called by close(), and also when the engine is dropped or the program ends without it.
         self._end_ranks = weakref.finalize(self, end_ranks, workers, rank.groups, weakref.ref(rank.runner))

@@ -22,9 +22,8 @@ from torch import Tensor
 from stage_d_paged.kv_cache import KVCache
 from stage_e_batching.sampler import RANDOM
 from stage_f_graph_tp.cuda_graph import Compute, DecodeGraphs, Recorder
-from stage_f_graph_tp.forward import StepOutput
-from stage_f_graph_tp.head import Head
-from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.forward import StepHead, StepOutput
+from stage_f_graph_tp.last_tokens import Tokens
 from stage_f_graph_tp.megakernel import Megakernel, most_rows
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, TokenSource
 
@@ -53,7 +52,7 @@ class MegakernelSteps:
     """
 
     def __init__(
-        self, kernel: Megakernel, kv_cache: KVCache, tokens: LastTokens, table_width: int, max_model_len: int
+        self, kernel: Megakernel, kv_cache: KVCache, tokens: Tokens, table_width: int, max_model_len: int
     ) -> None:
         self.kernel, self.most_rows = kernel, min(most_rows(kernel.config), tokens.num_slots)
         self._kv_cache, self._last_tokens = kv_cache, tokens.by_slot
@@ -70,7 +69,7 @@ class MegakernelSteps:
         for rows in range(1, self.most_rows + 1):
             logits, result = self._logits[:rows], self.kernel.make_result(rows)
             ids, check = result[:-1], partial(self._check, result[-1], arrived)
-            sampled = StepOutput(logits=logits, ids=ids, kept=ids, check=check, is_on_host=True)
+            sampled = StepOutput(logits=logits, kept=ids, check=check, is_on_host=True)
             launches[rows] = Launch(logits, result, arrived, sampled, StepOutput(logits=logits, check=check))
         return launches
 
@@ -121,7 +120,7 @@ class MegakernelSteps:
         return launch
 
     def record_steps(
-        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: Head, device: torch.device
+        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
     ) -> str:
         """Record the sampler that may be behind the kernel; returns a line about it."""
 

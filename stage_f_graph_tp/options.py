@@ -7,7 +7,6 @@ of them is worth has a row for each name.
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,12 +24,6 @@ IDEAS = {
     "pdl": "a kernel is brought in before the one in front of it has ended",
     "one_shot_all_reduce": "several ranks add up small tensors with a kernel of our own",
 }
-# The names of one version ago, and what they switch off.
-OLD_NAMES = {
-    "prefill_graphs": ("prefill_graphs",),
-    "overlap": ("overlap",),
-    "fused": ("fused_layers", "skinny_gemm", "megakernel"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,27 +33,13 @@ class GraphOptions(BatchingOptions):
     Attributes:
         without: ideas of this stage to switch off, names of `IDEAS`: a sequence of them, or one string with commas.
         enforce_eager: the same as `without=("graphs", "prefill_graphs")`.
-        prefill_graphs, overlap, fused: names of one version ago; `without` takes their place.
     """
 
     without: tuple[str, ...] = ()
-    prefill_graphs: bool | None = None
-    overlap: bool | None = None
-    fused: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         off = _read_names(self.without)
-        for name, ideas in OLD_NAMES.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-            advice = f"write without={','.join(ideas)!r} instead" if value is False else "leave it away"
-            warnings.warn(f"the option {name}={value!r} goes with the next version: {advice}", DeprecationWarning, 6)
-            off |= set(ideas) if value is False else set()
-            object.__setattr__(self, name, None)
         object.__setattr__(self, "without", tuple(name for name in IDEAS if name in off))
 
     def uses(self, idea: str) -> bool:

@@ -22,9 +22,8 @@ from bisect import bisect_left
 from torch import Tensor
 
 from stage_f_graph_tp.cuda_graph import NOTHING, Body, Compute, StepGraphs
-from stage_f_graph_tp.forward import StepOutput
-from stage_f_graph_tp.head import Head
-from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.forward import StepHead, StepOutput
+from stage_f_graph_tp.last_tokens import Tokens
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape
 
 SIZES = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -53,7 +52,7 @@ class PrefillGraphs(StepGraphs):
     """
 
     def __init__(
-        self, sizes: list[int], max_num_seqs: int, table_width: int, max_model_len: int, tokens: LastTokens
+        self, sizes: list[int], max_num_seqs: int, table_width: int, max_model_len: int, tokens: Tokens
     ) -> None:
         self._sizes = sizes
         self._tokens = tokens
@@ -83,12 +82,12 @@ class PrefillGraphs(StepGraphs):
         host.context_lens[seqs:] = 0
         host.cu_seqlens_q[seqs + 1 :] = len(host.input_ids)  # the first of them takes all padding tokens
 
-    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: Head) -> Body:
+    def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
         """Return the step of this shape that is recorded: the layers alone."""
         host = buffers.next_host(shape)
         host.cu_seqlens_q[0] = 0
         self.pad(host, NOTHING)
-        inputs = buffers.send(shape)
+        inputs = buffers.send()
         return lambda: compute(inputs, shape)
 
     def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:

@@ -1,4 +1,4 @@
-"""An engine on several ranks: where a step is executed, who samples, and how each rank builds its own runner.
+"""An engine on several ranks: how they execute a step, who samples, and how each rank builds its own runner.
 
 Rank 0 prepares each step, sends its packed input to the other ranks, and all execute it alike. Greedy and at a plain
 temperature, all ranks sample together, each among its own tokens (`tensor_parallel/shard_sampling.py`), inside the
@@ -26,12 +26,12 @@ from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_e_batching import parts
 from stage_e_batching.llm import make_sampler
-from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import RANDOM, SampledTokens, Sampler, SamplerInput
 from stage_f_graph_tp.compose import make_buffers, record_graphs
 from stage_f_graph_tp.cuda_graph import Body, Recorded, Recorder
-from stage_f_graph_tp.forward import Forward, Layers, StepOutput
+from stage_f_graph_tp.forward import Layers, Run, StepHead, StepOutput
 from stage_f_graph_tp.head import Head, InFlight
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.kernels import choose_layers
@@ -83,6 +83,10 @@ class Job:
         """The options that ask for this number of ranks, as an error names them."""
         return f"tensor_parallel_size={self.num_ranks}"
 
+    def start(self, build_worker: Build) -> tuple[Rendezvous, Workers]:
+        """Start the other ranks: see `start_ranks`."""
+        return start_ranks(self.num_ranks, self.asked, torch.device(self.device), build_worker)
+
     def build(self, rendezvous: Rendezvous, workers: Workers | None = None, batch: MakeBatch = InputBatch) -> Rank:
         """Build one rank's share of the engine. The KV pool has the number of blocks that every rank has room for.
 
@@ -93,7 +97,7 @@ class Job:
         options = self.options_class(**self.options)
         device = self.own_device(rendezvous)
         group = RankGroup(rendezvous, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
-        runtime = self.load(options, device, group)
+        runtime = self.load(options, device, partial(build_sharded_model, group=group))
         group.gather("loaded")  # a collective may only be entered when every rank will enter it
         group.connect()
         sampler = self.make_sampler(runtime, options)
@@ -101,16 +105,16 @@ class Job:
         ranks = Ranks(group, workers)
         inputs = batch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
         tokens = LastTokens(options.max_num_seqs, device)
-        runner = StepRunner(
+        runner = RankRunner(
+            ranks,
             inputs,
             make_buffers(runtime, options, inputs),
             sampler,
             Layers(runtime.model, runtime.make_pool(num_blocks), tokens),
             RankHead(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens, ranks),
-            ranks,
         )
         record_graphs(runner, runtime, options, options.max_num_seqs, ranks.report, ranks.watch)
-        return Rank(runtime, runner, ranks, (group,))
+        return Rank(runtime, runner, (group,))
 
     def own_device(self, rendezvous: Rendezvous) -> torch.device:
         """Return the rank's device, which is the process's current one from here on."""
@@ -123,12 +127,10 @@ class Job:
         """Make the sampler, of which only rank 0's knows what requests ask for."""
         return make_sampler(runtime, options)
 
-    def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
-        """Load one rank's share of the model."""
-        build = partial(build_sharded_model, group=group)
-        return load_runtime(
-            resolve(self.model), options, device, getattr(torch, self.dtype), self.seed, build, choose_layers
-        )
+    def load(self, options: GraphOptions, device: torch.device, build: Callable[..., DecoderModel]) -> Runtime:
+        """Load one rank's share of the model, which `build` makes: see stage D's `load_runtime`."""
+        source, dtype = resolve(self.model), getattr(torch, self.dtype)
+        return load_runtime(source, options, device, dtype, self.seed, build, choose_layers)
 
 
 @dataclass(frozen=True)
@@ -136,22 +138,21 @@ class Rank:
     """One rank's share of an engine."""
 
     runtime: Runtime
-    runner: StepRunner
-    ranks: Ranks
+    runner: RankRunner
     groups: tuple[RankGroup, ...]  # whose memory is waited for when the engine ends
 
     def execute_command(self, message: bytes) -> None:
         """Execute a step that rank 0 sent."""
-        self.ranks.begin_command()
+        self.runner.ranks.begin_command()
         command = StepCommand.decode(message)
-        runner = self.runner
-        runner.buffers.unpack(command.data)
-        forward, shape = self.choose_forward(command.shape)
-        runner.execute(forward, shape, np.empty(command.num_live, np.int64), command.needs)
+        self.runner.buffers.unpack(command.shape, command.data)
+        run, shape = self.choose_run(command.shape)
+        self.runner.execute(run, shape, np.empty(command.num_live, np.int64), command.needs)
 
-    def choose_forward(self, shape: StepShape) -> tuple[Forward, StepShape]:
+    def choose_run(self, shape: StepShape) -> tuple[Run, StepShape]:
         """Choose what runs a step that rank 0 sent: what rank 0 chose too."""
-        return self.runner.choose_forward(shape)
+        forward, shape = self.runner.choose_forward(shape)
+        return forward.run, shape
 
 
 def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
@@ -175,7 +176,7 @@ def build_ranks(
         WorkerError: a worker failed while starting.
     """
     check_divisible(config, job.options["tensor_parallel_size"])
-    rendezvous, workers = start_ranks(job.num_ranks, job.asked, torch.device(job.device), build_worker)
+    rendezvous, workers = job.start(build_worker)
     with workers.needed():
         workers.send(job.encode())
         return job.build(rendezvous, workers, batch)
@@ -216,6 +217,29 @@ class StepCommand:
         return cls(shape, num_live, needs, data)
 
 
+class RankRunner(StepRunner):
+    """Runs steps on several ranks: rank 0's scheduler decides them, and all ranks execute them.
+
+    Args:
+        ranks: rank 0 sends them its steps.
+        batch, buffers, sampler, layers, head: as of `StepRunner`.
+    """
+
+    def __init__(
+        self, ranks: Ranks, batch: InputBatch, buffers: StepBuffers, sampler: Sampler, layers: Layers, head: StepHead
+    ) -> None:
+        super().__init__(batch, buffers, sampler, layers, head)
+        self.ranks = ranks
+
+    def execute(self, run: Run, shape: StepShape, sample_slots: np.ndarray, needs: int) -> parts.InFlight:
+        """Execute this rank's part of a step; rank 0 sends it to the others first."""
+        if self.ranks.workers is None:
+            return super().execute(run, shape, sample_slots, needs)
+        command = StepCommand(shape, len(sample_slots), needs, self.buffers.packed(shape))
+        with self.ranks.in_step(command.encode()):
+            return super().execute(run, shape, sample_slots, needs)
+
+
 class Ranks:
     """Several ranks: what rank 0 does around a step, and what all count.
 
@@ -236,16 +260,6 @@ class Ranks:
         """Count a command. All of its ranks begin it, or there is an error."""
         self.number += 1
         self.group.agree_on(self.number)
-
-    def execute(self, run: Callable[[], Any], shape: StepShape, num_live: int, needs: int, buffers: StepBuffers) -> Any:
-        """Send a step that was filled into `buffers` to the other ranks, and run rank 0's part of it.
-
-        Args:
-            num_live: rows that sample, without padding.
-            needs: what they need of the sampler.
-        """
-        with self.in_step(StepCommand(shape, num_live, needs, buffers.packed(shape)).encode()):
-            return run()
 
     @contextmanager
     def in_step(self, command: bytes | None) -> Iterator[None]:
@@ -310,14 +324,15 @@ class RankHead(Head):
         self.ranks = ranks
         self._sample_shards = ShardSampler(model.lm_head) if ranks.group.size > 1 else None
         if self._sample_shards is not None:  # which has no whole row of logits
-            self.beyond, self.makes_logits = ~RANDOM, False
+            self.completes, self.makes_logits = ~RANDOM, False
 
-    def choose(self, output: StepOutput, rows: SamplerInput) -> tuple[Tensor, Tensor | None]:
+    def choose(self, output: StepOutput, rows: SamplerInput) -> StepOutput:
         """Choose a token for every row of the final states, the same on all ranks."""
         if self._sample_shards is None:
             return super().choose(output, rows)
         assert output.hidden is not None  # no forward of a part of the vocabulary makes logits
-        return self._sample_shards(output.hidden, rows.temperatures, rows.noise_keys), None
+        ids, told = self._sample_shards(output.hidden, rows.temperatures, rows.noise_keys)
+        return output._replace(logits=None, ids=ids, told=told)
 
     def finish(
         self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
@@ -330,13 +345,15 @@ class RankHead(Head):
         if self._sample_shards is not None:
             assert output.hidden is not None
             whole = self.model.compute_logits(output.hidden[:count])
-            output = output._replace(logits=whole, ids=torch.zeros(count, dtype=torch.int64, device=self.device))
+            ids = torch.zeros(count, dtype=torch.int64, device=self.device)
+            output = output._replace(logits=whole, ids=ids, told=ids)
         assert output.logits is not None and output.ids is not None
-        sampled = SampledTokens(output.ids[:count])
+        sampled = SampledTokens(output.ids[:count], output.ids[:count])
         try:
             if self.ranks.group.rank == 0:
                 if self._sample_shards is not None:
-                    output = output._replace(ids=self.sampler.choose(output.logits, rows))
+                    ids, told = self.sampler.choose(output.logits, rows)
+                    output = output._replace(ids=ids, told=told)
                 sampled = super().complete(output, rows, sample_slots)
         except BaseException as error:  # a replaced sampler may raise; all ranks get zeros and end the step
             self.ranks.raise_after_step(error)
@@ -351,7 +368,7 @@ class WatchedInFlight:
     step: InFlight
     workers: Workers
 
-    def wait(self) -> Sampled:
+    def wait(self) -> parts.Sampled:
         """Wait for the step's tokens.
 
         Raises:

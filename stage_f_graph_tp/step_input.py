@@ -55,11 +55,6 @@ class StepShape(NamedTuple):
         return (self.num_seqs + 1, self.num_seqs, *sampler, self.num_seqs * self.table_width)
 
     @property
-    def layout(self) -> tuple[int, ...]:
-        """Equal for steps whose arrays have the same offsets."""
-        return self[:4]
-
-    @property
     def num_bytes(self) -> int:
         return self.wide_bytes + 4 * sum(map(_aligned, self.narrow_sizes))
 
@@ -157,50 +152,45 @@ class StepBuffers:
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._copied = [torch.cuda.Event() if pinned else None for _ in range(2)]  # the buffer's last copy is done
         self._turn = 0
-        # The views made so far, by host buffer and layout: steps repeat the layouts of the graphs, and making the views
-        # is a large part of the host's work for a small step.
+        # The views made so far, by host buffer and the sizes that determine the offsets: steps repeat the sizes of the
+        # graphs, and making the views is a large part of the host's work for a small step.
         self._views: dict[tuple[int, tuple[int, ...]], InputViews] = {}
+        self._current: InputViews | None = None  # what is filled in, or was last
 
     def next_host(self, shape: StepShape) -> StepInput[np.ndarray]:
-        """Host views to fill in."""
-        self._take_turn()
-        return self._views_of(shape).host
+        """Return host views to fill in."""
+        self._turn ^= 1
+        if (copied := self._copied[self._turn]) is not None:
+            copied.synchronize()
+        key = self._turn, shape[:4]
+        if key not in self._views:
+            if len(self._views) == MAX_VIEWS:  # eager steps have any sizes
+                self._views.clear()
+            self._views[key] = self._make_views(shape)
+        self._current = self._views[key]
+        return self._current.host
 
     def packed(self, shape: StepShape) -> bytes:
         """Return what was filled in, for another process."""
         return self._arrays[self._turn][: shape.num_bytes].tobytes()
 
-    def unpack(self, data: bytes) -> None:
+    def unpack(self, shape: StepShape, data: bytes) -> None:
         """Take over what another process packed, as if it had been filled in here."""
-        self._take_turn()
+        self.next_host(shape)
         self._arrays[self._turn][: len(data)] = np.frombuffer(data, np.uint8)
 
-    def send(self, shape: StepShape) -> StepInput[Tensor]:
+    def send(self) -> StepInput[Tensor]:
         """Copy what was filled in to the device, in one go, and return its views there."""
-        views = self._views_of(shape)
+        views = self._current
+        assert views is not None
         views.device_bytes.copy_(views.host_bytes, non_blocking=True)
         if (copied := self._copied[self._turn]) is not None:
             copied.record()
         return views.device
 
-    def _take_turn(self) -> None:
-        self._turn ^= 1
-        if (copied := self._copied[self._turn]) is not None:
-            copied.synchronize()
-
-    def _views_of(self, shape: StepShape) -> InputViews:
-        key = self._turn, shape.layout
-        if key not in self._views:
-            if len(self._views) == MAX_VIEWS:  # eager steps have any number of layouts
-                self._views.clear()
-            size = shape.num_bytes
-            self._views[key] = InputViews(
-                host_views(self._arrays[self._turn], shape),
-                device_views(self._device, shape),
-                self._host[self._turn][:size],
-                self._device[:size],
-            )
-        return self._views[key]
+    def _make_views(self, shape: StepShape) -> InputViews:
+        host, device = host_views(self._arrays[self._turn], shape), device_views(self._device, shape)
+        return InputViews(host, device, self._host[self._turn][: shape.num_bytes], self._device[: shape.num_bytes])
 
 
 def largest_input(num_tokens: int, max_num_seqs: int, table_width: int) -> int:

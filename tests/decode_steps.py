@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from kernel_cases import relative_error
 
 from stage_a_naive.contract.noise import mix32
 from stage_d_paged.attention import AttentionMetadata, pick_backend
-from stage_d_paged.config import ModelConfig
+from stage_d_paged.config import LayerKind, ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.sampler.reference import sample_reference
 from stage_d_paged.sampler.rules import WORDS
@@ -22,8 +23,8 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def config(hidden, inter, heads, kv_heads, head_dim, *, layers=2, vocab=1000, bias=False, qk_norm=False, tied=True):
-    shape = (vocab, hidden, inter, layers, heads, kv_heads, head_dim)
-    return ModelConfig(*shape, 1e-6, 8192, 10000.0, None, bias, qk_norm, tied)
+    shape = (vocab, hidden, inter, (LayerKind(),) * layers, heads, kv_heads, head_dim)
+    return ModelConfig(*shape, 1e-6, 8192, bias, qk_norm, tied)
 
 
 SHAPES = {
@@ -129,7 +130,7 @@ def sample(logits: torch.Tensor, step: Step) -> torch.Tensor:
 
         nothing = torch.zeros(len(logits), WORDS, dtype=torch.int32, device=logits.device)
         chooser = RowChooser(*logits.shape, counts=torch.empty(0, logits.shape[1], device=logits.device))
-        return chooser(logits, SamplerInput(step.temperatures, step.noise_keys, nothing, nothing[:, 0]))
+        return chooser(logits, SamplerInput(step.temperatures, step.noise_keys, nothing, nothing[:, 0]))[0]
     return sample_reference(logits, step.temperatures, step.noise_keys, mix32(torch.arange(logits.shape[1])))
 
 
@@ -145,6 +146,19 @@ def run(kernel: Megakernel, step: Step) -> torch.Tensor:
     assert torch.equal(arguments[0], expected)
     assert result.tolist() == [*expected[step.batch_slots].tolist(), 0]
     return logits
+
+
+def assert_no_token_without_a_finite_maximum(kernel: Megakernel, step: Step) -> None:
+    rows, weight = len(step.batch_slots), kernel.model.lm_head.weight
+    for value in (math.nan, math.inf):  # the second is NaN too, times states of both signs
+        before, weight[7] = weight[7].clone(), value
+        arguments, result = step.arguments(), kernel.make_result(rows)
+        kernel.step(*arguments, kernel.make_logits(rows), result)
+        kernel.check()
+        assert result.tolist() == [-2] * rows + [0]
+        assert arguments[0].min() >= 0 and arguments[0].max() < len(weight), "the next step can run on them"
+        weight[7] = before
+    run(kernel, step)
 
 
 def assert_step_is_right(kernel: Megakernel, step: Step, tolerance: float) -> None:

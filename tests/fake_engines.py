@@ -253,7 +253,7 @@ def make_pipeline(
     *, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096, num_micro_batches: int = 3, **options: object
 ) -> Calls:
     scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
-    engine = Engine(scheduler, StagesRunner(scheduler, fail_at), pace=MicroBatches(scheduler))
+    engine = Engine(scheduler, StagesRunner(scheduler, fail_at), depth=MicroBatches(scheduler).next_depth)
     return calls_of(engine, max_model_len)
 
 
@@ -279,7 +279,7 @@ def make_guessing_pipeline(
     scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **DRAFTED, **options)
     runner, counters = DraftStagesRunner(scheduler, max_rows, fail_at), SpeculationCounters()
     drafts = HostDrafts(drafter, DraftRows(scheduler, max_rows), counters)
-    engine = Engine(scheduler, runner, pace=MicroBatches(scheduler), drafts=drafts, counters=counters)
+    engine = Engine(scheduler, runner, depth=MicroBatches(scheduler).next_depth, drafts=drafts, counters=counters)
     return calls_of(engine, max_model_len)
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from stage_a_naive.contract.outputs import Completion, Request
+from stage_a_naive.contract.token_rules import TokenRules
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
@@ -38,10 +39,14 @@ class FakeTokenizer:
         id_to_token=lambda token_id: f"<{token_id}>" if token_id < VOCAB else None,
     )
 
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(token_id) for token_id in text.split()]
+
 
 def completion_of(prompt: Iterable[int], params: SamplingParams = DEFAULT_PARAMS, seed: int = 0) -> Completion:
     """A completion of a prompt, for sequences that no engine makes."""
-    request = Request(0, list(prompt), params, seed)
+    rules = TokenRules.of(0, params, FakeTokenizer(), frozenset({EOS}), VOCAB) if params.has_token_rules else None
+    request = Request(0, list(prompt), params, seed, token_rules=rules)
     return Completion(request, FakeTokenizer(), frozenset({EOS}), max_total_len=4096, text_at_end=True)
 
 
@@ -204,12 +209,11 @@ def make_calls(
     max_model_len: int = 4096,
     runner: CountingRunner | None = None,
     runner_class: type[FakeRunner] = FakeRunner,
-    scheduler_class: type[Scheduler] = Scheduler,
     tokenizer: object = None,
     **options: object,
 ) -> Calls:
     """An engine on the fake model. `late`: one that schedules a step before the tokens of the one before are known."""
-    scheduler = scheduler_class(**options)
+    scheduler = Scheduler(**options)
     engine = Engine(scheduler, runner or runner_class(scheduler, fail_at), depth=int(late))
     return calls_of(engine, max_model_len, tokenizer or FakeTokenizer())
 
@@ -238,8 +242,12 @@ def check_books(calls: Calls) -> None:
         assert step.sequences or step.idle_reason
 
 
-def make_request(index: int, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> Request:
-    return Request(index, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=index)
+def make_request(
+    index: int, prompt: list[int], max_tokens: int, ignore_eos: bool = False, penalty: float = 0.0
+) -> Request:
+    """A request. The fake model has no scores: a penalty changes which batch slots it may have, and no token."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, presence_penalty=penalty)
+    return Request(index, prompt, params, seed=index)
 
 
 def run_all(calls: Calls, limit: int = 10_000) -> dict[int, object]:

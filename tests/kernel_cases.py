@@ -6,15 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from stage_a_naive.checkpoints.loading import resolve
-from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import QKNorm, RotaryEmbedding
+from stage_d_paged.rope import Rope
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -62,7 +60,6 @@ def rotary_and_norm(
     heads: int, kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[RotaryEmbedding, QKNorm]:
     """Rotary tables of 50 positions, and norms of heads whose weights are not 1."""
-    config = replace(ModelConfig.from_hf(resolve("random:qwen3-tiny").config), head_dim=head_dim)
     norm = QKNorm(heads, kv_heads, head_dim, eps, dtype, device)
     norm.weight[:heads], norm.weight[heads:] = 1 + torch.rand(2, 1, head_dim, device=device)
-    return RotaryEmbedding(config, 50, dtype, device), norm
+    return RotaryEmbedding(Rope(), head_dim, 50, dtype, device), norm

@@ -39,7 +39,9 @@ def engine(**options: object):
 
 
 @contextmanager
-def running(llm: LLM | RemoteLLM, **options: object) -> Iterator[SimpleNamespace]:
+def running(
+    llm: LLM | RemoteLLM, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None, **options: object
+) -> Iterator[SimpleNamespace]:
     """A server on a free port, ended when the block is left.
 
     It has `url`, `port`, `server`, `llm` (the `AsyncLLM`), `loop` (the event loop), `thread`, and `errors`, where
@@ -53,7 +55,8 @@ def running(llm: LLM | RemoteLLM, **options: object) -> Iterator[SimpleNamespace
             told.loop, told.port, told.server = asyncio.get_running_loop(), port, server
 
         try:
-            asyncio.run(serve(llm, on_ready=tell, **options))
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(serve(llm, on_ready=tell, **options))
         except EngineDied as error:
             told.errors.append(error)
 

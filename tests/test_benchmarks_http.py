@@ -17,7 +17,7 @@ from serving import running
 
 import stage_e_batching
 from benchmarks.local_server import LocalServer, local_server
-from benchmarks.micro import batching, http_cost, ttft_rate
+from benchmarks.micro import batching, http_cost, http_library, ttft_rate
 from benchmarks.serve import make_prompts
 
 ENGINE = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 32}
@@ -32,6 +32,11 @@ def server():
 @pytest.fixture(scope="module")
 def here(server):
     return LocalServer(server.url, os.getpid())
+
+
+def test_the_servers_library_has_a_limit_for_heads_and_answers_old_and_upgrading_clients(server):
+    found = http_library.probed(server.url)
+    assert 16_000 < found.pop("head_bytes") < 64_000 and found == {"keeps_body": True, "old_in_chunks": False}
 
 
 def test_every_answer_over_http_is_whole_or_the_study_ends(here):

@@ -11,7 +11,6 @@ from xml.sax.saxutils import escape
 import pytest
 import torch
 from measured import ENVIRONMENT, is_drawn
-from soak.tally import HOST_GROWTH, Sample, Tally, verdict
 
 import beyond.quantization
 from benchmarks import micro
@@ -35,6 +34,7 @@ from benchmarks.trace import Recording, Span, draw_gaps, from_rows, record, to_r
 from benchmarks.workloads import Call
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
+from tools.soak.tally import HOST_GROWTH, Sample, Tally, verdict
 
 
 def test_every_study_has_what_the_report_asks_for():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,15 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_committed_is_what_the_report_makes(quick_figures):
     """Every file is valid, the READMEs are up to date, and no picture is missing."""
     assert write_report(check=True) == []
+
+
+def test_committed_files_have_a_line_for_each_row():
+    for folder in ("results", "history"):
+        for path in (results.ROOT / "benchmarks" / folder).glob("*.json"):
+            text = path.read_text(encoding="utf-8")
+            payload = json.loads(text)
+            assert text == results.as_text(payload), f"{path.name}: write it with benchmarks.results.write"
+            assert text.count("\n") <= len(payload["rows"]) + 50, path.name
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def test_a_stage_hands_on_what_the_stage_of_separate_kernels_does(stage, draw_no
 def make_stage(stage: int, draw_norm_weights, is_fused: bool) -> SimpleNamespace:
     from stage_f_graph_tp.kernels.fused_layers import fuse_layers
 
-    config = replace(ModelConfig.from_hf(resolve("random:qwen3-tiny").config), num_layers=NUM_LAYERS)
+    config = ModelConfig.from_hf(resolve("random:qwen3-tiny").config)
+    config = replace(config, layers=config.layers[:1] * NUM_LAYERS)
     backend, weights = pick_backend("reference", CPU, F32, config.head_dim), RandomWeights("random", 0, CPU, F32)
     group, position = RankGroup(Rendezvous(None, 0, 1), CPU), Position(stage, NUM_STAGES, 1)
     model = build_stage(config, backend, 64, weights, F32, CPU, group=group, position=position)

@@ -81,7 +81,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             made.pop().close()
         with forked_ranks():
             made.append(ENGINES[request.param]())
-        ranks = made[0].runner.placement.workers
+        ranks = made[0].runner.ranks.workers
         ranks.explain = ranks.check  # no rank dies of itself: nothing to wait for
         return made[0]
 

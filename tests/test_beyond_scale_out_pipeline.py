@@ -93,7 +93,7 @@ def test_ctrl_c_costs_its_call_and_leaves_the_stages_in_step(one_rank, two_stage
 
 
 def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their_way(one_rank, two_stages, monkeypatch):
-    commands, in_step = [], two_stages.runner.placement.in_step
+    commands, in_step = [], two_stages.runner.ranks.in_step
 
     def interrupted_once(command):
         commands.append(command)
@@ -101,7 +101,7 @@ def test_ctrl_c_just_before_a_step_is_sampled_does_not_leave_its_states_on_their
             raise KeyboardInterrupt
         return in_step(command)
 
-    monkeypatch.setattr(two_stages.runner.placement, "in_step", interrupted_once)
+    monkeypatch.setattr(two_stages.runner.ranks, "in_step", interrupted_once)
     with pytest.raises(KeyboardInterrupt):
         two_stages.generate([[4, 2]], GREEDY, False)
     assert commands[1:] == [None, None], "they are received, and dropped"
@@ -134,7 +134,7 @@ def test_a_killed_stage_is_an_error_within_seconds():
 def test_a_stage_that_stops_in_a_step_is_an_error_that_names_it_and_leaves_no_process(monkeypatch):
     monkeypatch.setattr(workers, "ANSWER_SECONDS", 3.0)
     with within_seconds():
-        with in_other_ranks(StageRank, "choose_forward", lambda rank: rank.head.links.stage == 1 and stop()):
+        with in_other_ranks(StageRank, "choose_run", lambda rank: rank.head.links.stage == 1 and stop()):
             llm = LLM("tutor", device="cpu", pipeline_parallel_size=3, **TIGHT)
         with pytest.raises(WorkerError, match="rank 1 of 3 is stopped and did not answer within 3 s"):
             ask(llm, PROMPTS)

@@ -12,6 +12,7 @@ from fake_model import VOCAB, answer_alone, completion_of, make_request, run_all
 from ranks import admit_whoever_fits
 
 from stage_a_naive.contract.outputs import Request
+from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls import Calls
 from stage_e_batching.scheduler import LOOKAHEAD
 from stage_e_batching.step import BatchSequence
@@ -133,6 +134,15 @@ def test_batch_slots_come_back_when_their_tokens_have_arrived_or_the_step_has_fa
     with pytest.raises(RuntimeError, match="the device failed") if fails else nullcontext():
         run_all(calls)
     assert sorted(scheduler.free_slots_like(0)) == [0, 1]
+
+
+def test_a_row_of_counts_that_comes_back_late_admits_the_request_that_waits_for_it():
+    calls = make_pipeline(num_micro_batches=1, max_num_penalty_seqs=1, **ROOMY)
+    for i in range(2):  # the first one meets its stop token while its next token is in flight
+        third = answer_alone(make_request(i, [i + 1], 3, ignore_eos=True), 4096)[0][2]
+        params = SamplingParams(presence_penalty=0.5, ignore_eos=True, stop_token_ids=(third,))
+        calls.add_request(Request(i, [i + 1], params, seed=i), streams=False)
+    assert sorted(run_all(calls, limit=20)) == [0, 1]
 
 
 def test_a_scheduler_that_begins_again_remembers_no_batch_slot_that_was_in_use():

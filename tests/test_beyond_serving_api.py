@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -243,10 +244,54 @@ def test_a_bias_asks_for_a_token_or_keeps_it_out(client, llm):
     assert chat["message"]["content"] == text * 12
 
 
+VLLMS = {
+    "min_tokens": {"min_tokens": 9, "stop": "a"},
+    "bad_words": {"bad_words": ["cache", "key"]},
+    "allowed_token_ids": {"allowed_token_ids": [70, 71, 72]},
+    "include_stop_str_in_output": {"stop": "a", "include_stop_str_in_output": True},
+    "skip_special_tokens": {"skip_special_tokens": False, "ignore_eos": True, "logit_bias": {"2": 100}},
+}
+
+
+@pytest.mark.parametrize("asked", VLLMS.values(), ids=VLLMS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_vllms_parameters_are_the_engines_whole_and_streamed(client, llm, asked, n):
+    given = {"seed": 3, "max_tokens": 12, "n": n} | asked
+    expected = [o["text"] for o in llm.generate([QUESTION], SamplingParams(**given), False)]
+    assert [choice["text"] for choice in choices(client, prompt=QUESTION, **given)] == expected
+    texts = [""] * n
+    for event in events(client, prompt=QUESTION, **given):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == expected
+
+
 @pytest.mark.parametrize("extra", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}], ids=lambda extra: next(iter(extra)))
 def test_the_engines_own_filters_are_understood(client, extra):
     [sampled] = choices(client, prompt=QUESTION, temperature=1, max_tokens=12, seed=1, **extra)
     assert sampled["text"] == choices(client, prompt=QUESTION, **GREEDY)[0]["text"]
+
+
+def test_developers_say_what_the_system_says(client):
+    def ids(role: str) -> list[int]:
+        told = [{"role": role, "content": "Be brief."}, *CHAT]
+        assert choices(client, messages=told, max_tokens=1)
+        return post(client, "/tokenize", messages=told)["tokens"]
+
+    assert ids("developer") == ids("system") != ids("assistant")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/rerank"])
+def test_what_needs_another_kind_of_model_is_refused_in_one_line(client, path):
+    answer = client.post(path, json={"model": "tutor", "input": QUESTION})
+    error = answer.json()["error"]
+    assert answer.status_code == 404 and error["code"] == "unsupported_endpoint"
+    assert error["message"].startswith(f"{path} needs a model for embeddings or ranking") and "\n" not in answer.text
+
+
+def test_orchestrators_ask_for_the_version_and_a_ping(client):
+    assert re.fullmatch(r"\d+\.\d+\.\d+", client.get("/version").json()["version"])
+    assert client.get("/ping").status_code == client.post("/ping").status_code == 200
 
 
 def test_models_tokens_and_health(client, llm):
@@ -424,6 +469,11 @@ def test_the_servers_defaults_are_used_and_shown(llm):
 
 WRONG = {  # fields of a completion, with values that are not supported or out of range
     "logit_bias": [{"4096": -100}, {"7": -101}, {"x": 1}, {"7": "1"}, [[7, 1]], {str(i): 1 for i in range(1025)}],
+    "bad_words": [[" "], 3, {"a": 1}, ["a"] * 129],
+    "allowed_token_ids": [[], [4096], ["a"], [7] * 1025],
+    "min_tokens": [-1, 1000, "1"],
+    "include_stop_str_in_output": [1],
+    "skip_special_tokens": [0],
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, "json"],
     "structured_outputs": [{}, {"json": 1}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"json_object": False}],
@@ -453,9 +503,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 WITHOUT_TEXT = [{"role": "user"}, {"role": "user", "content": [IMAGE]}]
 LONG_PROMPT = "x " * 15_000
 BEST = {"param": "best_of", "code": "unsupported_parameter", "message": "best_of is supported only if it equals n"}
-TOO_LONG = {"code": "context_length_exceeded"}
+TOO_LONG = {"code": "context_length_exceeded", "message": "This model's maximum context length is 4096 tokens: "}
 NO_MODEL = {"param": "model", "code": "model_not_found"}
 NO_FORMS = {"param": "structured_outputs", "message": "structured_outputs of prompt 0: this engine cannot"}
+NO_FORMAT = {"param": "response_format", "message": "response_format of prompt 0: this engine cannot constrain"}
 TWO_FORMS = {"param": "response_format", "message": "response_format and structured_outputs both say"}
 TWO_SEEDS = {"param": "seed", "message": f"seed must be an integer from {-(2**63)} to"}
 REFUSALS = [  # path, body, what the error says; its message begins so
@@ -471,7 +522,8 @@ REFUSALS = [  # path, body, what the error says; its message begins so
     (COMPLETIONS, ASK | {"stream": True, "stream_options": {"x": True}}, {"code": "unsupported_parameter"}),
     *((COMPLETIONS, ASK | given, BEST) for given in ({"n": 2, "best_of": 3}, {"best_of": 0}, {"best_of": "x"})),
     (COMPLETIONS, {"prompt": [10**9]}, {"param": "prompt", "code": None}),
-    (CHATS, {"response_format": {"type": "json_object"}}, NO_FORMS),
+    (CHATS, {"response_format": {"type": "json_object"}}, NO_FORMS | NO_FORMAT),
+    (CHATS, {"messages": CHAT, "chat_template_kwargs": {"messages": []}}, {"message": "the model's chat template has"}),
     (COMPLETIONS, ASK | {"structured_outputs": {"regex": "a"}}, NO_FORMS),
     (
         COMPLETIONS,

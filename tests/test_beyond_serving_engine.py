@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import TextIO
 
 import pytest
+from interrupts import fail_at_token
 from serving import LONG, QUESTION, ask, assert_idle, get, messages, num_ended, running, streamed, until, wait_until
 
 from beyond.serving import AsyncLLM, event_stream
@@ -314,6 +315,42 @@ def test_what_arrives_after_its_reader_has_gone_is_counted_out_once(llm):
         assert many.num_unfinished == 0
         await asyncio.sleep(0.01)  # and now it comes in
         assert many.num_unfinished == 0 and num_ended(many.metrics, "abort") == 1
+        await many.close()
+
+    asyncio.run(use())
+
+
+def test_an_answer_that_fails_costs_no_other_its_choice(server, llm, monkeypatch, capsys):
+    prompts = [QUESTION, "Why?", "What is prefill?"]
+    answers = llm.generate(prompts, GREEDY, False)
+    others = {*answers[0]["token_ids"], *answers[2]["token_ids"]}
+    fail_at_token(monkeypatch, next(token for token in answers[1]["token_ids"][2:] if token not in others))
+    asked = {"prompt": prompts, "temperature": 0, "max_tokens": GREEDY.max_tokens}
+    expected = [answers[0]["text"], None, answers[2]["text"]]
+    whole = ask(server, **asked).json()["choices"]
+    assert [choice["finish_reason"] != "error" and choice["text"] for choice in whole] == [
+        expected[0],
+        False,
+        expected[2],
+    ]
+    with streamed(server, **asked, ignore_eos=False) as response:
+        chunks = messages(response.read().decode())
+    told = [chunk["choices"][0] for chunk in chunks]
+    for i in (0, 2):
+        assert "".join(choice["text"] for choice in told if choice["index"] == i) == expected[i]
+    [failed] = [choice for choice in told if choice["finish_reason"] == "error"]
+    assert failed["index"] == 1 and failed["error"] == whole[1]["error"]
+    assert failed["error"]["type"] == "server_error" and failed["error"]["code"] == "internal_error"
+    alone = ask(server, **asked | {"prompt": prompts[1]})
+    assert alone.status_code == 500 and alone.json()["error"] == failed["error"]
+    assert ask(server, **asked | {"prompt": prompts[0]}).json()["choices"][0]["text"] == expected[0]
+    assert "has no text" in capsys.readouterr().err
+
+    async def use() -> None:
+        many = AsyncLLM(llm)
+        with pytest.raises(UnicodeError, match="has no text") as caught:
+            await many.generate(prompts, GREEDY)
+        assert [output["text"] for output in caught.value.outputs[::2]] == expected[::2]
         await many.close()
 
     asyncio.run(use())

@@ -112,7 +112,8 @@ def test_an_answer_that_takes_longer_than_a_request_may_is_not_cut(server):
 def test_connections_above_the_limit_are_told_so(server):
     others = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
     wait_until(lambda: len(server.server.server_state.connections) >= 8)
-    assert ask(server).status_code == 503
+    refused = ask(server)
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "too_many_connections"
     for other in others:
         other.close()
     wait_until(lambda: not server.server.server_state.connections)
@@ -121,7 +122,7 @@ def test_connections_above_the_limit_are_told_so(server):
 
 def test_an_engine_that_does_not_answer_is_not_healthy_and_its_metrics_are_those_that_it_told_last(server, monkeypatch):
     monkeypatch.setattr(async_llm, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(async_llm, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(server.llm, "health_seconds", 0.3)
     assert get(server, "/health").status_code == 200
     before, stuck = get(server, "/metrics").text, threading.Event()
     assert re.search(r"vllm:engine_silent_seconds{.*} 0\.0\n", before)
@@ -144,7 +145,7 @@ def test_a_role_that_no_template_knows_is_refused_and_an_error_counts_no_convers
         return answer.json()["error"]["message"]
 
     assert refused(*CHAT, {"role": "critic", "content": "x"}).startswith(
-        "the role of a message is one of system, user,"
+        "the role of a message is one of system, developer, user,"
     )
     assert refused({"role": "user"}).startswith("a message is a dict")
 
@@ -154,6 +155,9 @@ def test_the_log_can_be_switched_off_and_the_limits_set():
     assert (options.request_log, options.max_connections, options.allowed_host) == (False, 9, ["a", "b"])
     assert parse(["--served-model-name", "mine"])[0].served_model_name == "mine"
     assert parse([])[0].request_log
+    assert parse(["--health-seconds", "5"])[0].health_seconds == 5
+    with pytest.raises(ValueError, match="--health-seconds must be above 0, got 0"):
+        parse(["--health-seconds", "0"])
     with pytest.raises(ValueError, match="--max-connections must be 1 or more, got 0"):
         parse(["--max-connections", "0"])
 

@@ -6,17 +6,20 @@ import asyncio
 import json
 import pickle
 import re
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 from fake_model import completion_of, make_calls
-from serving import CHAT, QUESTION, assert_idle, engine, get, httpx, running, until
+from serving import CHAT, QUESTION, assert_idle, engine, get, httpx, running, streamed, until
 
 import stage_e_batching
 from benchmarks.pictures.served import CHROMIUM
-from beyond.serving import step_log
+from beyond.serving import live_view, step_log
 from beyond.serving.live_view import PAGE, PICTURE_SECONDS, LiveView, PictureStream
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
@@ -481,6 +484,59 @@ def test_of_a_large_pool_every_nth_block_is_drawn():
     calls = make_calls(num_blocks=2 * step_log.MOST_BLOCKS + 3, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
     whole = step_log.describe(calls)
     assert (whole["every_nth_block"], len(whole["blocks"])) == (3, -(-whole["num_blocks"] // 3))
+
+
+def test_the_counts_of_a_large_pool_are_those_of_the_metrics():
+    with closing(stage_e_batching.LLM("tutor", device="cpu", num_kvcache_blocks=5000)) as llm, running(llm) as server:
+        server.llm.engine_loop.pause()
+        with streamed(server, prompt=PROMPT, n=3, max_tokens=50) as response:
+            for _ in range(3):
+                server.llm.engine_loop.single_step()
+                time.sleep(0.2)
+            with httpx.stream("GET", f"{server.url}/live/events", timeout=60) as events:
+                told = next(pictures(events))
+            usage = re.search(r"vllm:kv_cache_usage_perc{.*} (.*)\n", get(server, "/metrics").text)[1]
+            server.llm.engine_loop.resume()
+            response.read()
+    count = told["count"]
+    assert told["every_nth_block"] == 3 and sum(count.values()) == told["num_blocks"] == 5000
+    assert count["owned"] + count["shared"] == round(float(usage) * 5000) == told["num_used_blocks"] > 0
+    assert count["shared"] == 2 and count["cached"] == 0  # the full blocks of the prompt
+
+
+def test_a_page_is_told_that_the_engine_does_not_answer(llm, monkeypatch):
+    monkeypatch.setattr(live_view, "SILENT_SECONDS", 0.2)
+    stuck = threading.Event()
+    with running(llm) as server, httpx.stream("GET", f"{server.url}/live/events", timeout=60) as events:
+        told = pictures(events)
+        assert "steps" in next(told)
+        server.llm.engine_loop.call(lambda calls: stuck.wait(30))
+        assert next(one for one in told if "silent" in one)["silent"] >= 1
+        stuck.set()
+        assert "steps" in next(one for one in told if "silent" not in one)
+
+
+def test_an_answer_that_is_cut_off_says_so_goes_on_and_stays_in_sight(server, llm, page):
+    [expected] = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=200))
+    assert expected["finish_reason"] == "stop"
+    page.set_viewport_size({"width": 1280, "height": 360})
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.fill("#question", QUESTION)
+    page.fill("#most-tokens", "20")
+    page.click("#send")
+    wait(page, ".end", "cut off: it has as many tokens as were allowed")
+    page.fill("#most-tokens", "200")
+    page.click("text=Go on")
+    wait(page, ".end", "complete")
+    page.wait_for_selector("#send:enabled")
+    assert page.inner_text(".assistant") == expected["text"] and page.locator(".end button").count() == 0
+    for _ in range(3):
+        page.click("#send")
+        page.wait_for_selector("#send:disabled")
+        page.wait_for_selector("#send:enabled")
+    gap = "(box => box.scrollHeight - box.scrollTop - box.clientHeight)(document.getElementById('messages'))"
+    assert page.evaluate(gap) < 40
 
 
 @pytest.mark.parametrize("action", ["stop", None, 1, ["pause"]])

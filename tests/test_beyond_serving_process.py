@@ -6,9 +6,11 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -21,10 +23,13 @@ from beyond.serving import wire
 from beyond.serving.__main__ import main, parse, serve_process
 from beyond.serving.engine_loop import Call, EngineClosed
 from beyond.serving.engine_process import EngineProcess
+from beyond.serving.http_errors import as_request_error
 from beyond.serving.remote_engine import RemoteLLM
 from beyond.serving.server import listen
+from beyond.structured.grammars import Grammars
 from stage_a_naive.contract.errors import EngineBroken
 from stage_a_naive.contract.outputs import Request
+from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls.mailbox import Event, Token
 
@@ -152,6 +157,18 @@ def test_news_are_read_as_they_were_written_wherever_the_pipe_cuts_them():
     assert repr(failed.error) == "KeyError('why')"
 
 
+def test_what_ended_one_request_alone_crosses_with_its_output_as_one_error():
+    error = GrammarError("structured_outputs: no text has this form")
+    output = {"text": "a", "finish_reason": "error", "error": error}
+    packed = wire.pack_news(
+        0.0, None, [(Call([]), Request(0, [1], SamplingParams(), 0), Event(0, [], "", output, error))]
+    )
+    [(_, _, _, [row])] = wire.take_messages(bytearray(wire.HEAD.pack(len(packed)) + packed))
+    event = wire.unpack_event(*row)
+    assert event.error is event.output["error"] and as_request_error(event.error).status == 400
+    assert "no text has this form" in str(event.error)
+
+
 def test_an_error_that_only_one_of_the_processes_can_make_crosses_as_text(tmp_path, monkeypatch):
     class Odd(Exception):
         def __init__(self, number: int, word: str) -> None:
@@ -181,6 +198,54 @@ def test_an_engine_that_is_stopped_is_not_dead_and_goes_on_when_it_may(served, p
             assert len(messages(response.read().decode())) == 5
     finally:
         os.kill(process.pid, signal.SIGCONT)
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+
+
+def test_stage_e_gives_answers_a_form_and_a_missing_package_is_named(served, monkeypatch):
+    pytest.importorskip("llguidance", reason="constrained decoding: pip install llguidance")
+    assert json.loads(formed(served).json()["choices"][0]["text"]) in ("yes", "no")
+    refused = ask(served, response_format={"type": "json_object"}, ignore_eos=True).json()["error"]
+    assert refused["param"] == "response_format" and refused["message"].startswith("response_format of prompt 0 cannot")
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    monkeypatch.setattr(served.llm.llm, "_grammars", Grammars(served.llm.llm.source, 4096))
+    error = formed(served).json()["error"]
+    assert error["message"] == "response_format needs the package llguidance: pip install llguidance"
+
+
+def test_stage_f_gives_answers_a_form():
+    pytest.importorskip("llguidance", reason="constrained decoding: pip install llguidance")
+    process = EngineProcess("stage_f_graph_tp:LLM", OPTIONS)
+    with running(RemoteLLM(process)) as server:
+        assert json.loads(formed(server).json()["choices"][0]["text"]) in ("yes", "no")
+
+
+def formed(server) -> httpx.Response:
+    return ask(server, response_format=FORMAT, max_tokens=8)
+
+
+def test_an_engine_that_is_stopped_with_work_pending_is_not_healthy(served, process, monkeypatch):
+    monkeypatch.setattr(served.llm, "health_seconds", 2)
+    before = get(served, "/metrics").text
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with streamed(served, max_tokens=3) as response:
+            time.sleep(4)  # nobody asks meanwhile
+            begun = time.perf_counter()
+            assert get(served, "/health").status_code == 503
+            during = get(served, "/metrics")
+            assert time.perf_counter() - begun < 1
+            assert during.status_code == 200 and silent_seconds(before) == 0 and silent_seconds(during.text) > 2
+            os.kill(process.pid, signal.SIGCONT)
+            assert len(messages(response.read().decode())) == 3
+        wait_until(lambda: get(served, "/health").status_code == 200)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def silent_seconds(metrics: str) -> float:
+    return float(re.search(r"vllm:engine_silent_seconds{.*} (.*)\n", metrics)[1])
 
 
 def test_an_engine_that_is_killed_is_told_to_all_and_ends_the_server(served, process, capsys):

@@ -11,10 +11,12 @@ import torch
 from serving import CHAT, QUESTION, ask, assert_idle, engine, get, running, wait_until
 from transformers import AutoModelForCausalLM
 
-from beyond.serving import async_llm, scoring
-from beyond.serving.scoring import check_can_score, groups, score_prompts
+from beyond.serving import async_llm
+from beyond.serving.scoring import groups, score_prompts
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_a_naive.contract import logprobs
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged import scoring
 from stage_f_graph_tp import LLM as StageF
 
 ANSWER = QUESTION + " It stores the keys and values of earlier tokens, so that no step computes them again."
@@ -59,7 +61,7 @@ def test_pieces_of_rows_and_chunks_of_a_long_prompt_give_the_same(llm, monkeypat
     ids = llm.tokenizer.encode(ANSWER)
     [whole] = score_prompts([ids], 1, llm.calls)
     monkeypatch.setattr(scoring, "MOST_TOKENS", 7)
-    monkeypatch.setattr(scoring, "PIECE", 3 * llm.vocab_size)
+    monkeypatch.setattr(logprobs, "ROWS", 3)
     [cut] = score_prompts([ids], 1, llm.calls)
     assert len(cut) == len(whole) and cut[0] is None
     for one, other in zip(cut[1:], whole[1:], strict=True):
@@ -84,7 +86,7 @@ def test_prompts_without_free_blocks_are_scored_when_others_have_given_theirs_ba
     assert score_prompts([[5] * 100] * 4, 1, llm.calls) is None  # 28 blocks; there are 24
     assert_idle(llm)
     refusals = []
-    find = scoring.score_prompts
+    find = score_prompts
     hog = {"prompt": [7] * 200, "max_tokens": 150, "ignore_eos": True, "temperature": 0}
 
     def watched(*given):
@@ -109,7 +111,7 @@ def test_groups_hold_so_many_tokens_or_one_prompt_that_is_longer():
 def test_an_engine_of_several_ranks_refuses_by_name(server, monkeypatch):
     monkeypatch.setitem(vars(server.llm.llm.options), "tensor_parallel_size", 2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot score prompts"):
-        check_can_score(server.llm.llm.options)
+        scoring.check_can_score(server.llm.llm.options)
     refused = ask(server, echo=True, logprobs=1)
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "unsupported_parameter"
 

@@ -8,10 +8,10 @@ from contextlib import closing
 
 import pytest
 from serving import assert_idle, running
-from soak.over_http import HttpSoak, questions
-from soak.tally import verdict
 
 import stage_e_batching
+from tools.soak.over_http import HttpSoak, questions
+from tools.soak.tally import verdict
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from beyond.speculation.token_table import TokenTable
 from stage_a_naive.checkpoints.presets import PRESETS
 from stage_a_naive.entrypoints.cli import performance_summary
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged import attention
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import choose_num_blocks
 from stage_e_batching.calls import Calls
@@ -181,7 +182,7 @@ def test_a_request_that_loses_makes_fewer_and_fewer_drafts():
     assert calls.engine.counters.num_accepted_tokens == 0
 
 
-@pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"logit_bias": {7: 1}}], ids=str)
+@pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"logit_bias": {7: 1}}, {"min_tokens": 1}], ids=str)
 def test_what_is_added_behind_a_step_makes_no_drafts(asked):
     assert SpeculativeSequence(completion_of([1, 2, 3], SamplingParams(**asked))).is_pausing
     assert not SpeculativeSequence(completion_of([1, 2, 3])).is_pausing
@@ -536,6 +537,20 @@ def test_a_tokenizer_may_have_tokens_that_both_models_lack(tiny_preset):
 def test_a_small_model_of_fewer_positions_is_refused(tiny_preset):
     with pytest.raises(ValueError, match="has 100 positions, and the model 512; choose another, or lower"):
         with_draft_model(tiny_preset(max_position_embeddings=100), max_model_len=512)
+
+
+def test_a_small_model_whose_heads_the_backend_cannot_do_runs_with_another_and_says_so(
+    tiny_preset, monkeypatch, capsys
+):
+    make = attention._make
+    stand_in = lambda name, device, dtype, size: make("reference" if size == 64 else name, device, dtype, size)  # noqa: E731
+    monkeypatch.setattr(attention, "_make", stand_in)  # for flash-attn, which has heads of 64 and none of 32
+    wide, options = tiny_preset(head_dim=64), {"device": "cpu", "num_kvcache_blocks": 16, "attention_backend": "flash"}
+    llm = LLM(wide, speculation="model", draft_model=MODEL, **options)
+    assert "draft model: attention_backend='flash' cannot be used: " in (said := capsys.readouterr().err)
+    assert "; it runs with 'reference'\n" in said
+    assert ask(llm, PROMPTS, GREEDY) == ask(stage_f_graph_tp.LLM(wide, **options), PROMPTS, GREEDY)
+    assert llm.engine.counters.num_draft_tokens > 0
 
 
 @pytest.mark.slow

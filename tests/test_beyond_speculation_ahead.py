@@ -128,6 +128,16 @@ def test_each_sequences_guesses_of_a_step_are_a_verification():
     assert counters.num_steps < 3 * 6, "they ran together"
 
 
+def test_a_request_that_waits_for_the_blocks_of_wrong_guesses_comes_in_when_they_are_given_back():
+    calls = make_calls(error_rate=1.0, num_blocks=14, block_size=1, enable_prefix_caching=False)
+    admit_whoever_fits(calls)
+    calls.add_request(make_request(0, [1], 13, ignore_eos=True), streams=False)
+    for _ in range(3):
+        calls.step()
+    calls.add_request(make_request(1, [2] * 5, 2, ignore_eos=True), streams=False)
+    assert list(run_all(calls)) == [1, 0], "the second waited for the end of the first"
+
+
 @pytest.mark.parametrize("max_tokens", range(2, 13))
 def test_a_request_may_end_anywhere_in_a_run_of_right_guesses(max_tokens):
     request = make_request(0, [5, 6, 7], max_tokens, ignore_eos=True)

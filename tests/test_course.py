@@ -12,7 +12,7 @@ from tests.test_labs import answers, write_answer
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).parent.parent
-PLAN, BANK = ((ROOT / name).read_text(encoding="utf-8") for name in ("COURSE.md", "interview.md"))
+PLAN, BANK = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/course.md", "docs/interview.md"))
 MINUTES = {exercise.id: exercise.minutes for exercise in all_exercises()}
 
 

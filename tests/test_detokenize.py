@@ -84,6 +84,38 @@ def test_pieces_of_any_ids_join_to_what_the_tokenizer_decodes(name: str, data: s
     assert "".join(stream(tokenizer, ids)) == decode_all(tokenizer, ids) == text
 
 
+@every_tokenizer
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_an_answer_is_decoded_behind_the_prompts_last_token(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=8))
+    before = [tokenizer.convert_tokens_to_ids("a"), *data.draw(st.lists(st.sampled_from([0, 1, 2, len(tokenizer)])))]
+    decoder = IncrementalDecoder(tokenizer, before)
+    text = "".join([*map(decoder.append, ids), decoder.flush()])
+    assert "a" + text == tokenizer.backend_tokenizer.decode([before[0], *ids], skip_special_tokens=True)
+    assert text == decode_all(tokenizer, ids, before)
+
+
+@pytest.mark.parametrize("name", ["byte fallback", "metaspace"])
+@pytest.mark.parametrize("stop", [(), " b", "</s>"], ids=["whole", "a stop string", "a special token"])
+@pytest.mark.parametrize("text_at_end", [False, True])
+def test_an_answer_keeps_its_first_space_whatever_the_decoder_drops(name: str, stop: object, text_at_end: bool) -> None:
+    tokenizer = TOKENIZERS[name]
+    word, space_a, space_b, end = tokenizer.convert_tokens_to_ids(["a", "▁a", "▁b", "</s>"])
+    completion = Completion(
+        Request(0, [1, word, 2], SamplingParams(stop=stop, max_tokens=4), seed=0),
+        tokenizer,
+        frozenset(),
+        99,
+        text_at_end,
+    )
+    pieces = [completion.append(i) for i in (space_a, space_a, end, space_b)]
+    assert completion.text == {(): " a a b"}.get(stop, " a a")
+    assert "".join(pieces) == completion.text
+    assert completion.finish_reason == ("stop" if stop else "length")
+
+
 def test_after_a_placeholder_a_text_begins_anew() -> None:
     tokenizer = TOKENIZERS["byte fallback"]
     word, unknown = tokenizer.convert_tokens_to_ids("▁a"), len(tokenizer)
@@ -162,6 +194,18 @@ def test_ignore_eos_goes_on_but_stop_token_ids_still_stop() -> None:
     assert completion.token_ids == [EOS, 9, 8] and completion.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("text_at_end", [False, True])
+def test_a_stop_string_that_is_a_special_token_is_its_id(text_at_end: bool) -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    a, start, end, call = tokenizer.convert_tokens_to_ids(["a", "<s>", "</s>", "<tool call>"])
+    params = SamplingParams(stop=["<s>", "<tool call>"], ignore_eos=True, max_tokens=99)
+    for token_id in (start, call):  # the second is no special token: its text is seen
+        completion = Completion(Request(0, [a], params, seed=0), tokenizer, frozenset({end}), 9999, text_at_end)
+        for i in (a, end, token_id):
+            completion.append(i)
+        assert (completion.text, completion.finish_reason, completion.token_ids[-1]) == ("a", "stop", token_id)
+
+
 @pytest.mark.parametrize("stop", ["KV cache", "cache", "e is a"])
 def test_a_stop_string_across_tokens_cuts_the_text_before_it_and_is_never_streamed(stop: str) -> None:
     text = "The KV cache is a table."
@@ -215,3 +259,21 @@ def test_text_made_at_the_end_equals_text_made_on_the_way(token_ids: list[int], 
     for completion in (late, early):  # from outside, where it has not ended
         completion.finish("length")
     assert late.text == early.text
+
+
+def test_nothing_is_held_back_of_a_stop_string_that_stays_in_the_text():
+    ids = ids_of("a cache. b")
+    kept, pieces = grow(ids[:-1], stop="cache. c", include_stop_str_in_output=True)
+    assert "".join(pieces) == kept.text == "a cache."
+    held, pieces = grow(ids[:-1], stop="cache. c")
+    assert "".join(pieces) == "a " and held.text == "a cache."
+
+
+def test_a_stop_string_that_ended_before_min_tokens_is_not_found_later():
+    ids = [token for letter in "a.b.c" for token in ids_of(letter)]
+    completion, pieces = grow(ids, stop=".", min_tokens=2)
+    assert "".join(pieces) == completion.text == "a.b" and completion.finish_reason == "stop"
+    completion, pieces = grow(ids, stop="a.b", min_tokens=2)
+    assert "".join(pieces) == completion.text == "", "it ends in the third token"
+    completion, _ = grow(ids, stop="a.", min_tokens=2)
+    assert completion.text == "a.b.c" and completion.finish_reason is None

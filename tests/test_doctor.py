@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import doctor
 from stage_d_paged.attention import pick_backend
+from tools import doctor
 
 pytestmark = pytest.mark.fast
 H200 = doctor.Machine(
@@ -57,15 +57,15 @@ def run_bare(command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_runs_where_everything_is_missing_and_says_so_first() -> None:
-    done = run_bare("$PY -m doctor")
+    done = run_bare("$PY -m tools.doctor")
     first, *others = done.stdout.splitlines()
     assert done.returncode == 0 and first.startswith("Missing: torch, transformers")
     assert sum("does not run: it needs PyTorch" in line for line in others) == 6
 
 
 def test_its_reader_may_leave_and_an_unknown_argument_is_refused() -> None:
-    assert run_bare("$PY -m doctor | head -1; exit ${PIPESTATUS[0]}").stderr == ""
-    refused = run_bare("$PY -m doctor --quick")
+    assert run_bare("$PY -m tools.doctor | head -1; exit ${PIPESTATUS[0]}").stderr == ""
+    refused = run_bare("$PY -m tools.doctor --quick")
     assert refused.returncode == 2 and "unrecognized arguments: --quick" in refused.stderr
 
 

@@ -12,7 +12,9 @@ import pytest
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
 CHINESE = sorted(
-    path for room in (".", "labs", "stage_*/**", "beyond/**", "benchmarks") for path in ROOT.glob(f"{room}/*.zh-CN.md")
+    path
+    for room in (".", "docs", "labs", "stage_*/**", "beyond/**", "benchmarks")
+    for path in ROOT.glob(f"{room}/*.zh-CN.md")
 )
 CODE = re.compile(r"^ *```\w*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 TYPED = re.compile(r"make|python|pip|source|from|import")  # what a line begins with that a reader types

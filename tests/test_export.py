@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import export
+from tools import export
 
 
 @pytest.mark.parametrize("letter", ["a", "d"])

@@ -1,10 +1,11 @@
-"""Each fault of the list can be applied. `python tests/faults/run.py` runs the tests on them: half an hour."""
+"""Each fault of the list can be applied. `python -m tools.faults` runs the tests on them: half an hour."""
 
 from __future__ import annotations
 
 import pytest
-from changed_tree import ROOT, spans_of
-from faults.run import Fault, fault_of, load_faults
+
+from tools.changed_tree import ROOT, spans_of
+from tools.faults.__main__ import Fault, fault_of, load_faults
 
 
 @pytest.mark.parametrize("fault", load_faults(), ids=lambda fault: fault.name)

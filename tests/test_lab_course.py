@@ -172,7 +172,7 @@ def test_the_page_line_by_line_for_two_honest_students_a_late_one_a_broken_archi
         check(line)
     assert len(lines_of_the_page()) == len(checks)
     build, *runs = docker()
-    assert build == ["build", "-t", "six-engines", ".", ""] and len(runs) == 4
+    assert build == ["build", "-t", "six-engines", "-f", ".devcontainer/Dockerfile", ".", ""] and len(runs) == 4
     assert (clone / "labs" / "pack" / "policies.md").is_file() and (course / "autograder.zip").is_file()
 
 

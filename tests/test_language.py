@@ -20,7 +20,7 @@ from stage_a_naive.entrypoints import language
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
-SPEAKING = ["doctor.py", "labs/report.py", "stage_a_naive/__main__.py", "stage_a_naive/floor.py"]
+SPEAKING = ["tools/doctor.py", "labs/report.py", "stage_a_naive/__main__.py", "stage_a_naive/floor.py"]
 SPEAKING += ["stage_a_naive/entrypoints/cli.py", "labs/progress.py", "labs/hint.py"]
 SPEAKING += [f"{stage}/__main__.py" for stage in ("stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged")]
 SPEAKING += ["stage_e_batching/__main__.py", "stage_f_graph_tp/__main__.py"]
@@ -59,7 +59,12 @@ def test_the_catalogue_is_made_from_its_source(tmp_path: Path) -> None:
 def test_the_doctor_speaks_the_language_of_the_locale(locale: str, first: str) -> None:
     environment = {"PATH": os.environ["PATH"], "LANG": locale, "PYTHONUTF8": "1"}
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "doctor"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-S", "-m", "tools.doctor"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert first in done.stdout.splitlines()
 

@@ -15,10 +15,12 @@ from benchmarks.run import build_parser
 from labs import notebook, pack
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = [ROOT / "bibliography.md", ROOT / "debugging.md", ROOT / "interview.md"]
-SLIDES = sorted(ROOT.glob("slides/*.md"))
+BESIDE = [ROOT / "docs" / name for name in ("bibliography.md", "debugging.md", "interview.md")]
+SLIDES = sorted(ROOT.glob("docs/slides/*.md"))
 LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md"), *BESIDE])
-PAGES = [*LESSONS, *sorted([*ROOT.glob("*.md"), *ROOT.glob("labs/*.md"), *ROOT.glob("benchmarks/*.md")])]
+PAGES = sorted(
+    {*LESSONS, *(page for room in (".", "docs", "labs", "benchmarks") for page in ROOT.glob(f"{room}/*.md"))}
+)
 
 
 def anchors(text: str) -> set[str]:
@@ -46,7 +48,7 @@ def test_every_paper_that_a_lesson_or_a_program_links_to_is_in_the_bibliography(
     programs = ("stage_*/**/*.py", "beyond/**/*.py", "benchmarks/**/*.py", "labs/*.py", "csrc/**/*.cu*", "csrc/**/*.h")
     files = [*PAGES, *(path for pattern in programs for path in ROOT.glob(pattern))]
     cited = {str(file.relative_to(ROOT)): set(PAPER.findall(file.read_text(encoding="utf-8"))) for file in files}
-    known = cited.pop("bibliography.md")
+    known = cited.pop("docs/bibliography.md")
     assert len(known) > 20 and {name: papers - known for name, papers in cited.items() if papers - known} == {}
 
 
@@ -63,7 +65,9 @@ def test_every_system_that_a_lesson_links_to_is_in_the_bibliography():
     link = re.compile(r"\]\((https?://[^)#\s]+)")
     cited = {page.name: {of_whom(a) for a in link.findall(page.read_text(encoding="utf-8"))} for page in PAGES}
     cited["slides"] = {of_whom(a) for page in SLIDES for a in link.findall(page.read_text(encoding="utf-8"))}
-    known = {of_whom(a) for a in link.findall((ROOT / "bibliography.md").read_text(encoding="utf-8"))} | NOT_CITED
+    known = {
+        of_whom(a) for a in link.findall((ROOT / "docs" / "bibliography.md").read_text(encoding="utf-8"))
+    } | NOT_CITED
     assert {name: hosts - known for name, hosts in cited.items() if hosts - known} == {}
 
 

@@ -38,6 +38,7 @@ LOADERS = {  # from a source to a model
     "8 bits": lambda source: load_quantized_runtime(source, Options(quantization="int8"), CPU, BF16).model,
 }
 every_loader = pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+GEMMA = {"model_type": "gemma3_text", "rope_parameters": None, "layer_types": None}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -86,15 +87,22 @@ def check_refused(directory: Path, load: object, says: str) -> None:
         ({"rope_parameters": LONGROPE | {"long_factor": [1.0] * 31}}, "long_factor .* must be a list of 32 numbers"),
         ({"rope_parameters": LONGROPE | {"short_factor": ["1"] * 32}}, "short_factor .* must be a list of 32 numbers"),
         ({"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
-        ({"model_type": ["qwen2"]}, "is not supported; these are: llama, qwen2, qwen3"),
+        ({"model_type": ["qwen2"]}, "is not supported; these are: llama, mistral, qwen2, qwen3, gemma3_text"),
         ({"layer_types": ["x"] * 4}, "layer_types"),
-        ({"model_type": "gpt2"}, "'gpt2' is not supported; these are: llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; these are: llama, mistral, qwen2, qwen3, gemma3_text"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}, "rope_parameters": None}, "'ntk' is not supported"),
-        ({"use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": 0, "layer_types": None}, "the window is 0; set sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+        ({"layer_types": ["chunked_attention"] * 4}, "'chunked_attention'; supported are full_attention and sliding_"),
+        (
+            {"model_type": "llama", "layer_types": ["sliding_attention"] * 4},
+            "every layer of llama here has full_attenti",
+        ),
+        (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        (GEMMA | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0, got 0"),
         (
             {"layer_types": ["sliding_attention"] * 4, "use_sliding_window": False, "sliding_window": 128},
-            "layer_types has 'sliding_attention': only full attention",
+            "layer_types has 'sliding_attention', and the window is None; set sliding_window",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
     ],

@@ -90,13 +90,13 @@ def test_a_part_of_the_course_installs_its_own_packages_when_it_is_first_asked_f
 
 def test_the_doctor_installs_nothing(make, tmp_path):
     assert make("doctor", venv=str(tmp_path / "venv")).returncode == 0
-    assert make.calls == [["-m", "doctor"]] and not (tmp_path / "venv").exists()
+    assert make.calls == [["-m", "tools.doctor"]] and not (tmp_path / "venv").exists()
 
 
 def test_the_readers_own_results_are_a_file_that_git_ignores(make):
     assert make("bench").returncode == 0
     summary = make.calls[-1][make.calls[-1].index("--summary") + 1]
-    assert summary in (ROOT / "COURSE.md").read_text(encoding="utf-8")
+    assert summary in (ROOT / "docs/course.md").read_text(encoding="utf-8")
     assert f"/{summary}" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
 
 

@@ -1,10 +1,11 @@
-"""What `tests/mutants/run.py` changes, and that its lists are still about the code that is there."""
+"""What `python -m tools.mutants` changes, and that its lists are still about the code that is there."""
 
 from __future__ import annotations
 
 import pytest
-from changed_tree import ROOT, spans_of
-from mutants import run
+
+from tools.changed_tree import ROOT, spans_of
+from tools.mutants import __main__ as run
 
 
 @pytest.fixture

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.chat import chatml, render_chat
@@ -142,12 +145,14 @@ def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once_for_raw_text_an
     assert output["prompt_token_ids"][0] == bos != output["prompt_token_ids"][1]
 
 
-def test_without_a_chat_template_a_conversation_begins_as_raw_text_does(with_bos: LLM) -> None:
+def test_without_a_chat_template_a_conversation_begins_as_raw_text_does(with_bos: LLM, capsys) -> None:
     with_bos.tokenizer.chat_template = None
     messages = [{"role": "user", "content": "abc"}]
     [output] = with_bos.chat(messages, GREEDY, use_tqdm=False)
     assert chatml(messages) == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
     assert output["prompt_token_ids"] == with_bos.tokenizer(chatml(messages)).input_ids
+    with_bos.chat(messages, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err.count("this model has no chat template, so it is given ChatML") == 1, "said once"
 
 
 def test_parts_of_text_are_joined_to_one_content(tiny: LLM) -> None:
@@ -157,9 +162,74 @@ def test_parts_of_text_are_joined_to_one_content(tiny: LLM) -> None:
     assert tiny.chat(one, GREEDY, use_tqdm=False)[0]["token_ids"]
 
 
+CALLS = [{"id": "1", "type": "function", "function": {"name": "clock", "arguments": '{"city": "Paris"}'}}]
+
+
+def test_a_call_of_a_tool_is_written_as_the_model_made_it(tiny: LLM) -> None:
+    """OpenAI's clients send back its arguments as JSON text, and no text beside it."""
+    read = [{"function": {"name": "clock", "arguments": {"city": "Paris"}}}]
+    asked, told = {"role": "user", "content": "What time is it?"}, {"role": "tool", "content": "noon"}
+    texts = {
+        render_chat(tiny.tokenizer, [asked, {"role": "assistant", **called}, told])
+        for called in (
+            {"content": None, "tool_calls": CALLS},
+            {"tool_calls": CALLS},
+            {"content": "", "tool_calls": read},
+            {"content": [], "tool_calls": tuple(CALLS)},
+        )
+    }
+    [text] = texts
+    assert '<tool_call>\n{"name": "clock", "arguments": {"city": "Paris"}}\n</tool_call>' in text and "None" not in text
+    plain = [asked, {"role": "assistant", "content": "Noon."}]
+    assert render_chat(tiny.tokenizer, [asked, plain[1] | {"tool_calls": []}]) == render_chat(tiny.tokenizer, plain)
+    assert CALLS[0]["function"]["arguments"] == '{"city": "Paris"}', "the caller's messages are left alone"
+
+
+NAMED = {
+    "default": "{{ messages[0].content }} {{ enable_thinking }}",
+    "tool_use": "{{ messages[0].content }} with {{ tools[0].name }}",
+}
+
+
+def test_a_template_of_several_is_chosen_by_name_and_by_whether_there_are_tools(own: LLM, tmp_path: Path) -> None:
+    own.tokenizer.chat_template = NAMED
+    own.tokenizer.save_pretrained(tmp_path)
+    own.tokenizer.chat_template = AutoTokenizer.from_pretrained(tmp_path).chat_template
+    assert own.tokenizer.chat_template == NAMED, "as it is read from a file"
+    asked, tools = [{"role": "user", "content": "abc"}], [{"name": "clock"}]
+
+    def render(**arguments: object) -> str:
+        return render_chat(own.tokenizer, asked, arguments)
+
+    assert render(enable_thinking=False) == "abc False"
+    assert render(tools=tools) == render(tools=tools, chat_template="tool_use") == "abc with clock"
+    assert render(chat_template="default", enable_thinking=1) == "abc 1"
+    for wrong, says in (
+        ({"chat_template": "{{ 1 }}"}, "no chat template '{{ 1 }}'; give one of default, tool_use as chat_template_kw"),
+        ({"tools": tools, "enable_thinking": False}, "has no argument 'enable_thinking'"),
+        ({"tokenize": True}, "has no argument 'tokenize'"),
+        ({"chat_template": ["default"]}, "no chat template"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            render(**wrong)
+    own.tokenizer.chat_template = {"tool_use": NAMED["tool_use"]}
+    assert render(tools=tools) == "abc with clock"
+    with pytest.raises(ValueError, match="no chat template 'default'; give one of tool_use"):
+        render()
+
+
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
+        ([{"role": "assistant", "content": None}], "content of a message is text"),
+        (
+            [{"role": "user", "content": "a", "tool_calls": CALLS}],
+            r"messages\[0\].tool_calls must be a list, in a message",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            r"messages\[0\].tool_calls\[0\].function.arguments must be an object or its JSON text, got '{'",
+        ),
         ([{"role": "user", "content": b"abc"}], "content of a message is text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "list of text parts"),
         ([{"role": None, "content": "abc"}], "role of a message is text"),

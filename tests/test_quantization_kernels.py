@@ -217,13 +217,22 @@ def test_the_reference_reads_no_table_entry_behind_a_context(batch):
     assert torch.equal(attention.attend(query, k_cache, v_cache, metadata, 0.2), expected)
 
 
-# A batch, heads, format and block size; and blocks of the pool before those of the batch.
+# A batch, heads, format and block size; blocks of the pool before those of the batch; and the window.
 ATTENTION = [
-    *((batch, heads, name, 16 if heads[2] == 16 else 32, 3) for batch, heads, name in product(BATCHES, HEADS, FORMATS)),
-    *(("mixed", heads, "int8", 32, 0) for heads in [(12, 1, 20), (3, 3, 16)]),  # wider than a tile; single heads
+    *(
+        (batch, heads, name, 16 if heads[2] == 16 else 32, 3, 0)
+        for batch, heads, name in product(BATCHES, HEADS, FORMATS)
+    ),
+    *(("mixed", heads, "int8", 32, 0, 0) for heads in [(12, 1, 20), (3, 3, 16)]),  # wider than a tile; single heads
+    *((batch, HEADS[0], "int8", 16, 3, 9) for batch in BATCHES),
 ]
-REAL_ATTENTION = [(batch, heads, name, 64, 0) for batch, heads, name in product(REAL_BATCHES, REAL_HEADS, FORMATS)]
-FAR = [(batch, (6, 3, 64), "int8", 64, 2**31 // (64 * 3 * 64)) for batch in ("decode", "mixed")]
+REAL_ATTENTION = [
+    (batch, heads, name, 64, 0, window)
+    for batch, heads, name in product(REAL_BATCHES, REAL_HEADS, FORMATS)
+    for window in (0, 200)
+]
+REAL_ATTENTION += [(batch, (4, 1, 256), name, 64, 0, 200) for batch, name in product(REAL_BATCHES, FORMATS)]
+FAR = [(batch, (6, 3, 64), "int8", 64, 2**31 // (64 * 3 * 64), 0) for batch in ("decode", "mixed")]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +240,7 @@ FAR = [(batch, (6, 3, 64), "int8", 64, 2**31 // (64 * 3 * 64)) for batch in ("de
     [
         *interpreted(*ATTENTION),
         *on_a_gpu(*REAL_ATTENTION, *FAR, dtypes=BF16),
-        *on_a_gpu(*(("mixed", REAL_HEADS[1], name, 64, 0) for name in FORMATS), dtypes=OTHERS),
+        *on_a_gpu(*(("mixed", REAL_HEADS[1], name, 64, 0, 0) for name in FORMATS), dtypes=OTHERS),
     ],
 )
 def test_attention_is_the_reference(case, device, dtype):
@@ -239,10 +248,10 @@ def test_attention_is_the_reference(case, device, dtype):
     from beyond.quantization.attention.triton_prefill import SCRATCH_BYTES
     from stage_d_paged.attention.triton_paged import TritonAttention
 
-    batch, heads, name, block_size, blocks_before = case
+    batch, heads, name, block_size, blocks_before, window = case
     batch = (BATCHES if device == CPU else REAL_BATCHES)[batch]
     query, k_cache, v_cache, metadata = make_batch(*batch, *heads, name, block_size, device, dtype)
-    expected = QuantizedReferenceAttention(device).attend(query.float(), k_cache, v_cache, metadata, 0.2)
+    expected = QuantizedReferenceAttention(device).attend(query.float(), k_cache, v_cache, metadata, 0.2, window)
     backend = TritonAttention(device, dtype, heads[2], KERNELS)
     k_cache, v_cache = behind(blocks_before, k_cache), behind(blocks_before, v_cache)
     tables = metadata.block_tables
@@ -251,7 +260,7 @@ def test_attention_is_the_reference(case, device, dtype):
     columns = SCRATCH_BYTES // (block_size * heads[2] * tables.shape[0])
     for wide in (0, columns)[: 2 if max(batch[0]) > 1 and name == "int8" else 1]:
         tables = F.pad(metadata.block_tables, (0, wide), value=-1)
-        found = backend.attend(query, k_cache, v_cache, replace(metadata, block_tables=tables), 0.2)
+        found = backend.attend(query, k_cache, v_cache, replace(metadata, block_tables=tables), 0.2, window)
         assert found.dtype == dtype
         close(found, expected, dtype)
 

@@ -35,7 +35,7 @@ def test_a_build_that_cannot_be_written_says_what_to_set(monkeypatch, tmp_path):
         load_extension()
 
 
-@pytest.mark.parametrize("module", ["stage_a_naive --list-questions", "doctor"])
+@pytest.mark.parametrize("module", ["stage_a_naive --list-questions", "tools.doctor"])
 def test_a_full_disk_is_named(module):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", *module.split()]

@@ -12,7 +12,7 @@ from labs.exercises import load_labs
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
-LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md"), ROOT / "debugging.md"])
+LESSONS = sorted([*ROOT.glob("stage_*/**/*.md"), *ROOT.glob("beyond/**/*.md"), ROOT / "docs" / "debugging.md"])
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: str(path.relative_to(ROOT)))

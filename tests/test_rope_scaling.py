@@ -1,4 +1,4 @@
-"""Rotary embeddings stretched to longer contexts: stages A to C run what transformers runs, D to F refuse by name."""
+"""Rotary embeddings stretched to longer contexts: all stages run what transformers runs; D to F refuse longrope."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract.engines import PAGED
+from contract.engines import PACKAGES, PAGED
 from test_stage_a_loading import edit_json
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +20,21 @@ SCALINGS = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, all numbers": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 8,
+        "beta_slow": 2,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     "longrope": {  # the answer passes the 32nd position
         "short_factor": [1 + i / 8 for i in range(32)],
         "long_factor": [1 + i / 4 for i in range(32)],
@@ -36,16 +51,16 @@ def rope_type(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def stretched(rope_type: str, tutor_copy: Path) -> Path:
     """The tutor with another way to turn heads."""
-    rope = {"rope_type": rope_type, "rope_theta": 10000.0, **SCALINGS[rope_type]}
+    rope = {"rope_type": rope_type.partition(",")[0], "rope_theta": 10000.0, **SCALINGS[rope_type]}
     edit_json(tutor_copy / "config.json", rope_parameters=rope)
     return tutor_copy
 
 
 @pytest.mark.compiler
-def test_stages_a_to_c_give_the_tokens_of_transformers(stretched: Path) -> None:
+def test_all_stages_give_the_tokens_of_transformers(stretched: Path, rope_type: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(stretched, dtype=torch.float32)
     expected = loop.generate(model, PROMPT, eos_id=-1, max_tokens=GREEDY.max_tokens)
-    for package in ("stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp"):
+    for package in PACKAGES if rope_type != "longrope" else set(PACKAGES).difference(PAGED):
         llm = importlib.import_module(package).LLM(stretched, device="cpu", dtype="float32")
         assert llm.generate([PROMPT], GREEDY, False)[0]["token_ids"] == expected, package
 
@@ -56,7 +71,8 @@ def test_a_compiled_step_refuses_frequencies_that_depend_on_the_position(stretch
         importlib.import_module("stage_b_decode_step").LLM(stretched, device="cpu", compile=True)
 
 
+@pytest.mark.parametrize("rope_type", ["longrope"])
 @pytest.mark.parametrize("package", PAGED)
-def test_stages_with_a_model_of_their_own_refuse_by_name(stretched: Path, package: str) -> None:
-    with pytest.raises(ModelError, match="rope scaling type '.*' is not supported; these are: default, llama3"):
+def test_stages_with_a_model_of_their_own_refuse_longrope_by_name(stretched: Path, package: str) -> None:
+    with pytest.raises(ModelError, match="rope scaling type 'longrope' is not supported; these are: default, linear"):
         importlib.import_module(package).LLM(stretched, device="cpu")

@@ -9,15 +9,15 @@ import pytest
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
-DECKS = sorted((ROOT / "slides").glob("week*.md"))
+DECKS = sorted((ROOT / "docs" / "slides").glob("week*.md"))
 
 
 def test_every_week_of_the_course_links_to_its_slides() -> None:
     weeks = re.findall(
-        r"^\| (\d) \| \[slides\]\((.+?)\)", (ROOT / "COURSE.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| (\d) \| \[slides\]\((.+?)\)", (ROOT / "docs/course.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert [(str(i), f"slides/week{i}.md") for i in range(1, 8)] == weeks
-    assert [ROOT / name for _, name in weeks] == DECKS
+    assert [ROOT / "docs" / name for _, name in weeks] == DECKS
 
 
 @pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)

@@ -63,6 +63,17 @@ SMALLEST = 5e-324  # the smallest positive float; float32 has none below 1.4e-45
         ("logit_bias", {"x": 1}),
         ("logit_bias", {7: "1"}),
         ("logit_bias", (1, 2)),
+        ("bad_words", [" "]),
+        ("bad_words", 3),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("min_tokens", -1),
+        ("min_tokens", 65),
+        ("include_stop_str_in_output", 1),
+        ("skip_special_tokens", None),
+        ("n", 0),
+        ("n", 2**14 + 1),
+        ("prompt_logprobs", -1),
         ("seed", -1),
         ("seed", 2**64),
         ("logprobs", -1),
@@ -73,6 +84,15 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: object) -> No
     with pytest.raises(ValueError, match=f"^{name} must be") as caught:
         SamplingParams(**{name: value})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 160
+
+
+@pytest.mark.parametrize("name", ["best_of", "logits_processors", "truncate_prompt_tokens", "detokenize"])
+def test_parameters_that_only_vllm_has_are_refused_by_name_with_advice(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} is not supported: .*") as caught:
+        SamplingParams(temperature=0, **{name: 1})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'top_x'"):
+        SamplingParams(top_x=1)
 
 
 def test_the_ends_of_a_range_are_in_it_and_parameters_are_frozen() -> None:

@@ -16,7 +16,7 @@ from labs import native
 from stage_c_fused_mlp.extension import CSRC, SOURCES
 from stage_c_fused_mlp.fused_mlp import fused_swiglu_mlp, swiglu_mlp_reference
 from stage_c_fused_mlp.layernorm_mlp import fused_ln_mlp, ln_mlp_reference
-from stage_d_paged.config import ModelConfig
+from stage_d_paged.config import LayerKind, ModelConfig
 from stage_f_graph_tp.megakernel.kernel import shape_macros
 
 pytestmark = pytest.mark.compiler
@@ -25,7 +25,7 @@ KERNELS = GPU_KERNELS[:3]
 KERNEL_SOURCES = [source for sources in SOURCES.values() for source in sources if source.endswith(".cu")]
 # An older architecture for the kernel that has nothing to run there, and must compile all the same.
 COMPILATIONS = [*((source, "90") for source in KERNEL_SOURCES), ("stage_c/mlp_fused.cu", "80")]
-QWEN = ModelConfig(151936, 896, 4864, 24, 14, 2, 64, 1e-6, 8192, 1e6, None, True, False, True)
+QWEN = ModelConfig(151936, 896, 4864, (LayerKind(),) * 24, 14, 2, 64, 1e-6, 8192, True, False, True)
 MACROS = {"stage_f/launch.cu": shape_macros(QWEN, torch.bfloat16, 132)}  # it is compiled for one model
 
 

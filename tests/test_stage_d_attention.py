@@ -31,8 +31,11 @@ BATCHES = {
 }
 
 
-def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, block_size, device=CPU, dtype=F32):
-    """(query, k_cache, v_cache, metadata): shuffled blocks, NaN wherever no sequence has a key."""
+def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, block_size, device=CPU, dtype=F32, window=0):
+    """(query, k_cache, v_cache, metadata): shuffled blocks, NaN wherever no sequence has a key.
+
+    With a window, blocks that lie outside it are no sequence's: NaN, or of no number where the table has none.
+    """
     generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
     needed = [-(-length // block_size) for length in context_lens]
     pool = torch.full((2, 2 * sum(needed) + 1, block_size, kv_heads, head_dim), float("nan"))
@@ -40,7 +43,9 @@ def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, block_size, 
     tables = torch.full((len(needed), max(needed) + 1), -1, dtype=torch.int32)
     for s, (length, count) in enumerate(zip(context_lens, needed, strict=True)):
         tables[s, :count], order = order[:count], order[count:]
-        for position in range(length):
+        unseen = max(length - query_lens[s] + 1 - window, 0) // block_size if window else 0
+        tables[s, :unseen] = NO_BLOCK
+        for position in range(unseen * block_size, length):
             pool[:, tables[s, position // block_size], position % block_size] = torch.randn(
                 2, kv_heads, head_dim, generator=generator
             )
@@ -59,8 +64,8 @@ def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, block_size, 
     return query, pool[0], pool[1], metadata
 
 
-def expected_attention(query, k_cache, v_cache, metadata, scale):
-    """The definition, in float64: softmax(q·k * scale) · v over keys 0 … L - q + i."""
+def expected_attention(query, k_cache, v_cache, metadata, scale, window=0):
+    """The definition, in float64: softmax(q·k * scale) · v over keys 0 … L - q + i, or the last `window` of these."""
     block_size, group = k_cache.shape[1], query.shape[1] // k_cache.shape[2]
     output = torch.zeros_like(query, dtype=torch.float64)
     starts = metadata.cu_seqlens_q.tolist()
@@ -68,20 +73,21 @@ def expected_attention(query, k_cache, v_cache, metadata, scale):
         first, last = starts[s], starts[s + 1]
         if first == last or length == 0:
             continue
-        blocks = metadata.block_tables[s, : -(-length // block_size)].long()
-        keys = k_cache[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
-        values = v_cache[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+        blocks = metadata.block_tables[s, : -(-length // block_size)].long().clamp(min=0)
+        keys = k_cache[blocks].flatten(0, 1)[:length].double().nan_to_num().repeat_interleave(group, 1)
+        values = v_cache[blocks].flatten(0, 1)[:length].double().nan_to_num().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", query[first:last].double(), keys) * scale
         position = torch.arange(length - (last - first), length, device=query.device)
-        hidden = torch.arange(length, device=query.device)[None] > position[:, None]
+        key = torch.arange(length, device=query.device)[None]
+        hidden = (key > position[:, None]) | (key <= position[:, None] - (window or length))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         output[first:last] = torch.einsum("hqk,khd->qhd", weights, values)
     return output
 
 
-def check(backend, batch, scale=0.2, tolerance=None):
+def check(backend, batch, scale=0.2, tolerance=None, window=0):
     query = batch[0]
-    output, expected = backend.attend(*batch, scale), expected_attention(*batch, scale)
+    output, expected = backend.attend(*batch, scale, window), expected_attention(*batch, scale, window)
     assert output.shape == query.shape and output.dtype == query.dtype
     error = relative_error(output, expected)
     contexts = batch[3].context_lens.tolist()
@@ -90,6 +96,7 @@ def check(backend, batch, scale=0.2, tolerance=None):
     assert output[padding].count_nonzero() == 0
 
 
+NO_BLOCK = -(2**20)  # in a table, of what must not be read: far outside the pool
 SMALL = [(4, 2, 16, 24), (7, 1, 24, 64), (3, 3, 20, 32), (3, 3, 64, 16)]  # heads, KV heads, head_dim, block size
 LARGE = [(14, 2, 64, 16), (6, 3, 96, 48), (16, 8, 128, 64), (3, 3, 64, 128), (14, 2, 64, 256), (16, 8, 128, 256)]
 
@@ -126,6 +133,34 @@ def test_a_backend_equals_the_definition(case, device, dtype):
     for batch in [*BATCHES.values(), *(edge_batches(shape[-1]) if device == CUDA else ())]:
         check(backend, make_batch(*batch, *shape, device, dtype))
     assert name != "triton" or not backend.arrival_counters(1).any(), "the counters must be left as they were"
+
+
+LONG = [([200], [300]), ([64, 1, 1, 30], [300, 129, 64, 30])]  # more keys than the kernels' tiles and any window here
+WINDOWED = [
+    *(case(("reference", shape)) for shape in SMALL),
+    *interpreted(*(("triton", shape) for shape in SMALL[:3])),
+    *on_a_gpu(*(("triton", shape) for shape in [*LARGE, (4, 1, 256, 16), (4, 1, 256, 64)])),
+    *on_a_gpu(*(("flash", shape) for shape in LARGE if shape[-1] == 256), dtypes=HALVES),
+]
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 70])
+@pytest.mark.parametrize(CASE, WINDOWED)
+def test_a_window_hides_what_lies_before_it_and_reads_no_block_of_it(case, device, dtype, window):
+    name, shape = case
+    backend = backend_or_skip(name, device, dtype, head_dim=shape[2])
+    for batch in [*BATCHES.values(), *LONG, *(edge_batches(shape[-1]) if device == CUDA else ())]:
+        kept = 0 if name == "flash" else window  # flash-attn may read what it hides
+        check(backend, make_batch(*batch, *shape, device, dtype, kept), window=window)
+
+
+def test_a_window_is_split_as_a_context_of_its_length():
+    plans = [
+        plan_decode(1, length, 4, 64, 1, 256, torch.bfloat16, 132, None, window)
+        for length, window in ((100_000, 0), (100_000, 512), (512 + 31, 0))
+    ]
+    assert plans[1].num_splits == plans[2].num_splits < plans[0].num_splits
+    assert [plan.constants["WINDOW"] for plan in plans] == [0, 512, 0]
 
 
 @pytest.mark.parametrize("name", [name for name in BATCHES if "padding" in name])

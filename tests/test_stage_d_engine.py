@@ -142,14 +142,6 @@ def test_on_the_gpu_the_pool_is_what_this_process_may_use():
     assert torch.cuda.max_memory_allocated() < 0.26 * total
 
 
-def test_a_call_that_fails_together_with_an_added_request_gets_the_error(llm: LLM):
-    with sampler(llm, lambda logits, params: torch.full(logits.shape[:1], logits.shape[-1])):
-        llm.add_request(PROMPTS[0], GREEDY)
-        with pytest.raises(ValueError, match="token id 4096, outside the vocabulary of 4096"):
-            ask(llm, PROMPTS[1:3])
-    assert llm.is_finished() and held(llm) == NOTHING
-
-
 def test_a_request_that_has_finished_is_returned_after_a_step_that_fails(llm: LLM, expected: list[list[int]]):
     request = llm.add_request(PROMPTS[0], GREEDY)
     ask(llm, ["beside it"])

@@ -27,22 +27,29 @@ class Arrival:
     max_tokens: int
     ignore_eos: bool
     abort_after: int | None
+    penalty: float
 
     @property
     def prompt(self) -> list[int]:
         return [*PHRASES[self.phrase][: self.length - 1], self.tail]
 
 
-arrivals = st.builds(
-    Arrival,
-    step=st.integers(0, 30),
-    phrase=st.integers(0, len(PHRASES) - 1),
-    length=st.integers(1, 40),
-    tail=st.integers(1, 4),
-    max_tokens=st.integers(1, 40),
-    ignore_eos=st.booleans(),
-    abort_after=st.none() | st.none() | st.integers(0, 25),
-)
+def arrivals_of(longest: int, last_step: int) -> st.SearchStrategy[Arrival]:
+    """Requests of at most `longest` tokens and as many more that come in one of the first steps."""
+    return st.builds(
+        Arrival,
+        step=st.integers(0, last_step),
+        phrase=st.integers(0, len(PHRASES) - 1),
+        length=st.integers(1, longest),
+        tail=st.integers(1, 4),
+        max_tokens=st.integers(1, longest),
+        ignore_eos=st.booleans(),
+        abort_after=st.none() | st.none() | st.integers(0, 25),
+        penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    )
+
+
+arrivals = arrivals_of(40, 30)
 
 
 @st.composite
@@ -53,6 +60,7 @@ def settings_of_engine(draw) -> dict[str, object]:
         "block_size": block_size,
         "num_blocks": draw(st.integers(-(-40 // block_size), 120 // block_size)),
         "max_num_seqs": max_num_seqs,
+        "max_num_penalty_seqs": draw(st.none() | st.integers(1, max_num_seqs)),
         "max_num_batched_tokens": draw(st.integers(max(40, max_num_seqs), 64) | st.integers(max_num_seqs, 20)),
         "enable_prefix_caching": draw(st.booleans()),
         "max_model_len": draw(st.sampled_from([45, 4096])),
@@ -72,7 +80,7 @@ def run_and_compare(
     while coming or calls.has_unfinished():
         while coming and coming[0][1].step <= now:
             index, arrival = coming.pop(0)
-            request = make_request(index, arrival.prompt, arrival.max_tokens, arrival.ignore_eos)
+            request = make_request(index, arrival.prompt, arrival.max_tokens, arrival.ignore_eos, arrival.penalty)
             request_id = calls.add_request(request, streams=False)
             expected[request_id] = answer_alone(request, max_total_len)
             if arrival.abort_after is not None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from interrupts import interrupt_after
 
 from stage_a_naive.contract.filters import cut_off, distances, weights
-from stage_a_naive.contract.logit_bias import add_logit_bias
 from stage_a_naive.contract.logprobs import top_logprobs
 from stage_a_naive.contract.penalties import apply_penalties
+from stage_a_naive.contract.token_rules import apply_rules
 from stage_a_naive.sampling import SamplingParams, sample
 from stage_d_paged.sampler.reference import cut_offs, penalised
 from stage_d_paged.sampler.rules import rules_of
@@ -41,6 +41,8 @@ params_of_row = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.0, -0.7]),
     logit_bias=st.sampled_from([{}, {}, {3: 100, 5: 99.75}, {1: -100, 2: 0.5}]),
+    allowed_token_ids=st.sampled_from([None, None, range(5, 30)]),
+    min_tokens=st.sampled_from([0, 0, 3]),
     logprobs=st.sampled_from([None, None, 0, 3, VOCAB + 5]),
 )
 
@@ -82,11 +84,11 @@ def choose(
     logits = torch.tensor([row["logits"] for row in batch], dtype=dtype)
     rows, needs = rows_of(sampler, batch, batch_slots)
     given = logits.clone()
-    ids = sampler.choose(logits, rows)
+    ids, told = sampler.choose(logits, rows)
     assert torch.equal(logits, given), "log-probabilities are of these"
     if not needs & (LOGPROBS | REPLACED):
-        return SampledTokens(ids)
-    return sampler.complete(logits, ids, rows, np.array(batch_slots))
+        return SampledTokens(ids, told)
+    return sampler.complete(logits, ids, told, rows, np.array(batch_slots))
 
 
 def scores_of(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> torch.Tensor:
@@ -107,7 +109,7 @@ def logprobs_for(batch: list[dict]) -> list[dict[int, float] | None]:
     sampler = make_sampler(len(batch), len(batch[0]["logits"]))
     admit_all(sampler, batch, list(range(len(batch))))
     drawn = choose(sampler, batch, list(range(len(batch))))
-    return drawn.logprobs.by_row(drawn.ids.tolist())
+    return drawn.logprobs.by_row(drawn.told.tolist())
 
 
 def choose_one_by_one(batch: list[dict], dtype: torch.dtype = torch.float32) -> list[int]:
@@ -115,8 +117,8 @@ def choose_one_by_one(batch: list[dict], dtype: torch.dtype = torch.float32) -> 
     chosen = []
     for row in batch:
         logits = torch.tensor([row["logits"]], dtype=dtype).float()
-        if row["params"].logit_bias:
-            logits = add_logit_bias(logits, [row["params"]])
+        rules = completion_of(row["prompt"], row["params"]).request.token_rules
+        logits = apply_rules(logits, [rules], [len(row["output"])], [row["output"]])
         logits = apply_penalties(logits, [row["params"]], [row["prompt"]], [row["output"]])
         chosen.append(int(sample(logits, [row["params"]], [row["seed"]], [len(row["output"])])))
     return chosen
@@ -130,7 +132,7 @@ def test_every_row_is_what_stage_a_chooses_for_it_alone(dtype, batch, random):
     batch_slots = random.sample(range(8), len(batch))
     admit_all(sampler, batch, batch_slots)
     drawn = choose(sampler, batch, batch_slots, dtype)
-    assert drawn.ids.tolist() == choose_one_by_one(batch, dtype)
+    assert drawn.told.tolist() == choose_one_by_one(batch, dtype)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -173,7 +175,7 @@ def test_logprobs_are_stage_as(batch):
     batch_slots = list(range(len(batch)))
     admit_all(sampler, batch, batch_slots)
     drawn = choose(sampler, batch, batch_slots)
-    ids = drawn.ids.tolist()
+    ids = drawn.told.tolist()
     found = drawn.logprobs.by_row(ids) if drawn.logprobs else [None] * len(ids)
     for row, token_id, logprobs in zip(batch, ids, found, strict=True):
         count = row["params"].logprobs
@@ -256,3 +258,40 @@ def test_a_greedy_request_in_the_slot_of_a_random_one_is_greedy_also_beside_rand
     for num_generated in range(5):
         batch = [each | {"output": [0] * num_generated} for each in (greedy, random)]
         assert choose(sampler, batch, [0, 1]).ids.tolist() == choose_one_by_one(batch)
+
+
+def test_a_row_that_has_its_min_tokens_asks_for_nothing_any_more():
+    sampler = make_sampler(2)
+    row = {"seed": 1, "prompt": [3], "logits": [float(i == 0) for i in range(VOCAB)]}  # 0 ends an answer
+    params = SamplingParams(temperature=0, min_tokens=2, frequency_penalty=0.6)
+    batch = [
+        row | {"params": params, "output": []},
+        row | {"params": SamplingParams(logit_bias={7: 100}), "output": []},
+    ]
+    admit_all(sampler, batch, [0, 1])
+    found = []
+    for step in range(5):
+        rows, slots = (batch, [0, 1]) if step == 3 else (batch[:1], [0])
+        needs = rows_of(sampler, rows, slots)[1]
+        found.append((bool(needs & REPLACED), choose(sampler, rows, slots).ids.tolist()))
+        batch[0]["output"] = [0] * (step + 1)
+    assert found == [(True, [1]), (True, [2]), (False, [0]), (True, [0, 7]), (False, [3])]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_bad_word_is_found_also_while_its_last_token_is_on_its_way_to_the_host(in_flight):
+    """The token before is the first one of a bad word in row 0, and not in row 1."""
+    sampler = make_sampler(2)
+    params = SamplingParams(temperature=0, bad_words=["5 7 9", "8 9"])
+    rows = [{"params": params, "seed": 1, "prompt": [3], "output": [6, 5]} for _ in range(2)]
+    admit_all(sampler, rows, [0, 1])
+    chosen = []
+    for best in ([7, 4], [9, 9], [9, 8], [1, 9]):
+        logits = [[float(i == token) for i in range(VOCAB)] for token in best]
+        ids = choose(sampler, [row | {"logits": one} for row, one in zip(rows, logits, strict=True)], [0, 1]).ids
+        chosen.append(ids.tolist())
+        for slot, token in enumerate(ids.tolist()):
+            rows[slot]["output"] = [*rows[slot]["output"], token]
+            known = sampler._sequences[slot].token_ids
+            known[1:] = rows[slot]["output"][: -1 if in_flight else None]
+    assert chosen == [[7, 4], [0, 9], [9, 8], [1, 0]]

@@ -22,7 +22,11 @@ choice = random.Random(0).choice
 for rows, vocab, dtype in {cases}:
     logits = (torch.randn(rows, vocab) * 3).to(dtype)
     logits[0, : vocab // 2] = float("-inf")
+    logits[-1, vocab // 2], logits[-2, vocab - 1] = float("nan"), float("inf")  # no token can be chosen there
     logits[1, [vocab * 2 // 3, vocab - 1]] = 60.0  # equals, in two stretches where there are several
+    few = logits[3, [5, vocab // 2, vocab - 1]]
+    logits[3] = float("-inf")
+    logits[3, [5, vocab // 2, vocab - 1]] = few  # fewer are allowed than top-k keeps
     params = [
         SamplingParams(
             temperature=choice((0.6, 0.0, 1.0, 1e-3, 5e-324, 1.5, 1e300)),
@@ -36,6 +40,7 @@ for rows, vocab, dtype in {cases}:
         for _ in range(rows)
     ]
     params[0] = SamplingParams(temperature=1.5, top_p=0.95)  # flat: a nucleus of thousands, longer than the short list
+    params[3] = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=0.7)
     params[2] = SamplingParams(temperature=1.0)  # without filters: chosen while the row is read, stretch by stretch
     counts = (torch.randint(0, 9, (rows, vocab)) * (torch.rand(rows, vocab) < 0.1)).to(torch.int16)
     smallest = np.finfo(np.float32).tiny
@@ -43,18 +48,19 @@ for rows, vocab, dtype in {cases}:
     keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
     rules = torch.from_numpy(np.stack([rules_of(p, False, vocab, row) for row, p in enumerate(params)]))
     asked = SamplerInput(temperatures, keys, rules, torch.zeros(rows, dtype=torch.int32))
-    expected = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
+    _, expected = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
     table = counts.to(device, copy=True)
     chooser = RowChooser(rows, vocab, table)
     on_device = SamplerInput(*(array.to(device) for array in asked))
-    ids = chooser(logits.to(device), on_device).cpu()
+    ids, told = (found.cpu() for found in chooser(logits.to(device), on_device))
+    assert expected[-2:].tolist() == [-2, -2] and ids.min() >= 0, "the next step can run on them"
     count_tokens(counts, rules, ids, torch.ones(rows, dtype=torch.bool))
-    assert torch.equal(ids, expected), [(i, params[i]) for i in (ids != expected).nonzero()[:, 0].tolist()]
+    assert torch.equal(told, expected), [(i, params[i]) for i in (told != expected).nonzero()[:, 0].tolist()]
     assert torch.equal(table.cpu(), counts), "the tokens are counted"
     table.copy_(counts)
-    again = [chooser(logits[first:last].to(device), SamplerInput(*(array[first:last] for array in on_device)))
+    again = [chooser(logits[first:last].to(device), SamplerInput(*(array[first:last] for array in on_device)))[1]
              for first, last in ((0, 1), (1, rows))]
-    fewer = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
+    _, fewer = choose_tokens(logits, asked, counts, mix32(torch.arange(vocab)))
     assert torch.equal(torch.cat(again).cpu(), fewer), "divided among other numbers of programs"
 print("equal")
 """

@@ -144,14 +144,19 @@ def test_dependent_attention_is_the_definition(batch, heads, multiprocessors):
     backend = TritonAttention(CPU, F32, 24, DEPENDENT)
     backend.sm_count = multiprocessors
     *inputs, metadata = make_batch(*batch, *heads, 24, 16)
-    for one_new_key in (False, True):
-        check_attention(backend, (*inputs, replace(metadata, one_new_key=one_new_key)))
+    for one_new_key, window in product((False, True), (0, 7, 70)):
+        metadata = replace(metadata, one_new_key=one_new_key)
+        check_attention(backend, (*inputs, metadata), window=window)
     assert not backend.arrival_counters(1).any(), "the counters must be left as they were"
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "preset", ["qwen3-tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-tiny", "llama-tiny"))]
+    "preset",
+    [
+        "qwen3-tiny",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2-tiny", "llama-tiny", "mistral-tiny")),
+    ],
 )
 def test_whole_models_give_stage_es_tokens(preset, draw_norm_weights):
     from stage_f_graph_tp.kernels.fused_layers import FusedLayer, fuse_layers

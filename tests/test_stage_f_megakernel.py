@@ -11,6 +11,7 @@ import torch
 from decode_steps import (
     SHAPES,
     TOLERANCE,
+    assert_no_token_without_a_finite_maximum,
     assert_step_is_right,
     config,
     make_model,
@@ -111,6 +112,13 @@ def test_of_equal_logits_the_smallest_id_is_the_token():
     assert torch.equal(logits[:, :2500], logits[:, 2500:])
     weight.zero_()
     assert not run(kernel, step).any()
+
+
+@pytest.mark.gpu
+def test_a_row_without_a_finite_maximum_has_no_token():
+    step = make_step(SHAPES["tiny"], torch.bfloat16, [5, 33, 90], 64)
+    step.temperatures[1] = 0.7
+    assert_no_token_without_a_finite_maximum(Megakernel(make_model(SHAPES["tiny"], torch.bfloat16)), step)
 
 
 @pytest.mark.gpu

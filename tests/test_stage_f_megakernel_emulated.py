@@ -6,7 +6,16 @@ from functools import cache
 
 import pytest
 import torch
-from decode_steps import SHAPES, TOLERANCE, assert_step_is_right, config, make_model, make_step, run
+from decode_steps import (
+    SHAPES,
+    TOLERANCE,
+    assert_no_token_without_a_finite_maximum,
+    assert_step_is_right,
+    config,
+    make_model,
+    make_step,
+    run,
+)
 from emulated_megakernel import Launch, build, emulate
 
 pytestmark = pytest.mark.compiler
@@ -54,6 +63,13 @@ def test_a_long_context_that_is_cut_into_pieces_matches_float32(case, context):
     assert_step_is_right(kernel, step, TOLERANCE[dtype])
     first = run(kernel, step)
     assert torch.equal(run(kernel, step), first), "another order gave other bits"
+
+
+def test_a_row_without_a_finite_maximum_has_no_token(case):
+    shape, dtype, kernel, _ = case("uneven")
+    step = make_step(shape, dtype, [5, 33, 90], 16, device="cpu")
+    step.temperatures[1] = 0.7
+    assert_no_token_without_a_finite_maximum(kernel, step)
 
 
 def test_a_step_takes_no_value_of_the_step_before(case):

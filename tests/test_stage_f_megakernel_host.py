@@ -14,13 +14,18 @@ from decode_steps import SHAPES, config, make_model
 from emulated_megakernel import emulate
 
 from benchmarks.micro import decode_step
+from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp import extension as builder
-from stage_d_paged.config import ModelConfig
+from stage_d_paged.config import LayerKind, ModelConfig
+from stage_d_paged.rope import Rope
 from stage_f_graph_tp.megakernel import choose_decode_step, kernel, most_rows
 
 pytestmark = pytest.mark.fast
 CSRC = Path(kernel.__file__).parents[2] / "csrc" / "stage_f"
-SHAPE = ModelConfig(1000, 256, 768, 2, 4, 2, 64, 1e-6, 8192, 10000.0, None, False, False, True)
+SHAPE = ModelConfig(1000, 256, 768, (LayerKind(),) * 2, 4, 2, 64, 1e-6, 8192, False, False, True)
+
+
+GEMMA = ModelConfig.from_hf(preset_config("gemma-3-270m"))
 
 
 def library_of(shape: ModelConfig, dtype: torch.dtype = torch.bfloat16, *options: object) -> Path:
@@ -29,13 +34,13 @@ def library_of(shape: ModelConfig, dtype: torch.dtype = torch.bfloat16, *options
 
 
 def test_each_shape_dtype_and_gpu_has_a_library_of_its_own_and_the_same_has_the_same():
-    sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+    sizes = ("layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     libraries = {library_of(replace(SHAPE, **{name: 2 * getattr(SHAPE, name)})) for name in sizes}
     libraries |= {library_of(SHAPE), library_of(SHAPE, torch.float16)}
     libraries |= {library_of(SHAPE, torch.bfloat16, 114), library_of(SHAPE, torch.bfloat16, 132, True)}
     assert len(libraries) == 11
     # What the kernel is not compiled for is not in the key: the two can share a library.
-    assert library_of(replace(SHAPE, rope_theta=5e5, rms_norm_eps=1e-5)) == library_of(SHAPE)
+    assert library_of(replace(SHAPE, layers=(LayerKind(0, Rope(5e5)),) * 2, rms_norm_eps=1e-5)) == library_of(SHAPE)
 
 
 def test_the_library_that_is_compiled_is_that_of_the_shape(pretended_toolchain, pretended_gpus):
@@ -90,6 +95,8 @@ def test_it_runs_on_gpus_with_the_shared_memory_for_it(shape):
         ({"config": config(3584, 18944, 28, 4, 128)}, 90, "hidden size 3584 and MLP size 18944; .* for up to 2048"),
         ({"config": config(128, 320, 4, 2, 32)}, 90, "head_dim is 32"),
         ({"config": config(1024, 3072, 16, 1, 64)}, 90, "16 heads share 1"),
+        ({"config": GEMMA}, 90, "the model has four norms per layer, the activation gelu_pytorch_tanh"),
+        ({"config": replace(SHAPE, layers=(LayerKind(8),) * 2)}, 90, "the model has layers with a window"),
         ({"config": config(256, 700, 4, 2, 64)}, 90, ".*multiples of 32"),
         ({"block_size": 8}, 90, ".* 8; .*power of two"),
         ({"block_size": 48}, 90, ".* 48; .*power of two"),
@@ -119,7 +126,11 @@ def test_where_it_cannot_run_one_line_says_why(
 def test_the_workspace_is_made_as_new_before_the_flags_have_counted_through(monkeypatch):
     """With so many layers they do after 3 steps."""
     model = make_model(SHAPE, torch.bfloat16, device="cpu")
-    model.config = replace(SHAPE, num_layers=2**31 // 3 - 2)
+
+    class Deep(ModelConfig):
+        num_layers = 2**31 // 3 - 2
+
+    model.config = Deep(**vars(SHAPE))
     launch = ctypes.CFUNCTYPE(None)(lambda: None)
     library = SimpleNamespace(decode_workspace_bytes=lambda: 64, launch_decode_step=launch)
     step = emulate(model, library, lambda *_: step.workspace.add_(1), monkeypatch)

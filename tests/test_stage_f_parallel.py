@@ -42,9 +42,6 @@ from stage_f_graph_tp.tensor_parallel.sharding import (
 )
 from stage_f_graph_tp.tensor_parallel.watch.rendezvous import (
     Rendezvous,
-    accept_workers,
-    connect_to_rank_0,
-    open_rendezvous,
 )
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -143,35 +140,6 @@ def test_ranks_that_execute_different_commands_notice_it_before_any_tensor_is_mi
                 group.agree_on(8)
 
     on_ranks(2, work)
-
-
-def test_under_torchrun_the_number_of_processes_is_checked_and_address_and_gpu_are_this_machines(monkeypatch):
-    ours = {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
-    for name, value in (ours | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="tensor_parallel_size=4, but torchrun started 8 processes"):
-        open_rendezvous(4, "tensor_parallel_size=4")
-    place = Rendezvous(dist.HashStore(), 5, 8, is_torchrun=True)
-    assert place.device(torch.device("cuda")) == torch.device("cuda", 1)
-    assert place.device(CPU) == CPU
-    assert place.own_address == "127.0.0.1"
-
-
-def test_ranks_that_torchrun_starts_again_read_nothing_of_those_that_failed(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with ThreadPoolExecutor(1) as pool:
-        for attempt in "first", "second":
-            stores = [dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(2)]
-            ranks = [Rendezvous(store, rank, 2, is_torchrun=True) for rank, store in enumerate(stores)]
-            early = pool.submit(connect_to_rank_0, ranks[1])
-            with pytest.raises(TimeoutError):  # in the second attempt it finds the address of the first one's rank 0
-                early.result(0.3)
-            zero, connections = accept_workers(ranks[0])
-            one, _ = early.result(30)
-            assert list(connections) == [1] and not zero.store.check(["ready/0"])
-            zero.store.set("ready/0", attempt)
-            assert one.store.get("ready/0").decode() == attempt
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -280,6 +248,12 @@ def test_the_engine_refuses_them_and_more_ranks_than_gpus_before_anything_starts
         start_ranks(gpus + 1, "tensor_parallel_size=9", torch.device("cuda"), build_worker)
 
 
+def test_under_torchrun_which_has_started_processes_of_its_own_no_others_are_started(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 under torchrun: use `from beyond import LLM`"):
+        stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", tensor_parallel_size=2)
+
+
 def test_ranks_with_unequal_memory_take_the_smallest_number_of_blocks():
     events, connecting, free = [], threading.Event(), ["50", "30"]
 
@@ -294,9 +268,9 @@ def test_ranks_with_unequal_memory_take_the_smallest_number_of_blocks():
             return super().own_address
 
     class SlowJob(Job):
-        def load(self, options: GraphOptions, device: torch.device, group: RankGroup) -> Runtime:
-            runtime = super().load(options, device, group)
-            if group.rank == 1:
+        def load(self, options: GraphOptions, device: torch.device, build: partial) -> Runtime:
+            runtime = super().load(options, device, build)
+            if build.keywords["group"].rank == 1:
                 connecting.wait(0.3)  # rank 0 would have gone on by then, but must not
             events.append("loaded")
             return runtime

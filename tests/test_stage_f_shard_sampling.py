@@ -27,7 +27,7 @@ def test_all_ranks_choose_the_token_of_the_whole_row(vocab, ranks):
     temperatures = torch.tensor([(0.0, 0.6, 1.0, 1e-3, SMALLEST, float("inf"))[i % 6] for i in range(rows)])
     keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
 
-    def work(group: RankGroup) -> torch.Tensor:
+    def work(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
         head = VocabParallelEmbedding(Embedding(share, 1, F32, CPU), vocab, group)
         own = logits[:, head.first : head.last]
         head.own_logits = lambda hidden: F.pad(own, (0, share - own.shape[1]))
@@ -35,8 +35,11 @@ def test_all_ranks_choose_the_token_of_the_whole_row(vocab, ranks):
 
     expected = sample_reference(logits, temperatures.clamp(max=1e30), keys, mix32(torch.arange(vocab)))
     assert expected[6] == share - 1
-    for ids in on_ranks(ranks, work):
-        assert torch.equal(ids, expected)
+    for ids, told in on_ranks(ranks, work):
+        assert torch.equal(ids, expected) and torch.equal(told, expected)
+    logits[2, vocab // 2], logits[4, -1] = torch.nan, torch.inf  # of one rank's tokens
+    for ids, told in on_ranks(ranks, work):
+        assert told[2] == told[4] == -2 and torch.equal(ids[5:], expected[5:]) and 0 <= ids.min() <= ids.max() < vocab
 
 
 def test_stacking_by_the_one_shot_all_reduce_is_exact(monkeypatch):
@@ -83,6 +86,7 @@ for rows, share, ranks, dtype in {cases}:
     scores[0, [share - 1, share, -1]] = 60.0  # greedy, and equal
     scores[1, :share] = float("-inf")  # a rank without tokens
     scores[:, -20:] = float("-inf")
+    scores[-1, share + 7] = (float("nan"), float("inf"))[rows % 2]  # no token can be chosen there
     temperatures = torch.tensor([(0.0, 0.6, 1.0, 1e-3, float("inf"))[i % 5] for i in range(rows)])
     cool = temperatures.clamp(max=1e30)  # as the kernels do: -inf / inf is no number
     keys = torch.tensor([noise_key(i * 977, i) for i in range(rows)]).to(torch.int32)
@@ -92,9 +96,10 @@ for rows, share, ranks, dtype in {cases}:
         part = scores[:, first : first + share]
         expected.append(reference.find_winners(part, cool, keys, first, mixed[first : first + share]))
         found.append(kernels.find_winners(part.to(device), temperatures.to(device), keys.to(device), first))
-    ids = kernels.compare_winners(torch.stack(found), temperatures.to(device)).cpu()
-    assert torch.equal(ids, reference.compare_winners(torch.stack(expected), cool)), (rows, share, ranks)
-    assert torch.equal(ids, sample_reference(scores, cool, keys, mixed))
+    ids, told = (chosen.cpu() for chosen in kernels.compare_winners(torch.stack(found), temperatures.to(device)))
+    assert torch.equal(told, reference.compare_winners(torch.stack(expected), cool)[1]), (rows, share, ranks)
+    assert torch.equal(ids[:-1], sample_reference(scores, cool, keys, mixed)[:-1])
+    assert torch.equal(told[:-1], ids[:-1]) and told[-1] == -2 and 0 <= ids[-1] < ranks * share
     assert ids[0] == share - 1
 print("equal")
 """

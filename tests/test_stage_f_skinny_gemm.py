@@ -224,6 +224,22 @@ def test_programs_of_small_models_run_at_once_where_tiles_may_be_small_enough(mo
 
 
 @pytest.mark.usefixtures("pretended_gpus")
+@pytest.mark.parametrize("tokens", [17, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize("model", SMALL)
+def test_for_more_tokens_tiles_are_those_of_the_largest_tensor_core_instructions_and_run_at_once(
+    model, tokens, monkeypatch
+):
+    qkv, out, gate_up, down = launched(monkeypatch, tokens, *SMALL[model])
+    hidden, intermediate, heads, kv_heads, head_dim = SMALL[model]
+    assert 2 * qkv.PAIRS >= 64 and 2 * gate_up.BLOCK_N >= 64 and down.BLOCK_N == 64
+    assert out.BLOCK_N == 64 or (out.SPLITS == 1 and tokens <= 32)
+    rows = (heads + 2 * kv_heads) * head_dim // 2 / qkv.PAIRS, hidden / out.BLOCK_N, intermediate / gate_up.BLOCK_N
+    for launch, tiles in zip((qkv, out, gate_up, down), (*rows, hidden / 64), strict=True):
+        programs = tiles * -(-tokens // launch.BLOCK_M) * getattr(launch, "SPLITS", 1)
+        assert programs <= 132 and launch.num_stages * (64 + launch.BLOCK_M) * 256 <= 227 << 10
+
+
+@pytest.mark.usefixtures("pretended_gpus")
 @pytest.mark.parametrize("tokens", [1, 16, 17, 32])
 @pytest.mark.parametrize("model", LARGE)
 def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and_a_mailbox(model, tokens, monkeypatch):

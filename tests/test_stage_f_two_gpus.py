@@ -43,7 +43,7 @@ def test_two_ranks_give_the_tutors_tokens(tutors_answers, options):
     options = SMALL | options | {"dtype": "bfloat16"}
     with contextlib.closing(stage_f_graph_tp.LLM("tutor", tensor_parallel_size=2, **options)) as llm:
         assert bool(forwards_of(llm.runner, DecodeGraphs)) != ("enforce_eager" in options)
-        assert llm.runner.model.layers[0].mlp.down_proj.peers is llm.runner.placement.group.one_shot.peers
+        assert llm.runner.model.layers[0].mlp.down_proj.peers is llm.runner.ranks.group.one_shot.peers
         for _ in range(2):
             assert ids(llm.chat(ASKED, PARAMS, False)) == tutors_answers
 
@@ -64,8 +64,8 @@ def test_the_all_reduces_of_a_step_are_inside_its_graph_with_and_without_prefill
     with contextlib.closing(stage_f_graph_tp.LLM("tutor", tensor_parallel_size=2, **SMALL)) as llm:
         llm.generate([[5, 6, 7]], GREEDY, False)
         calls = []
-        all_reduce = llm.runner.placement.group.all_reduce
-        llm.runner.placement.group.all_reduce = lambda *x: calls.append(x) or all_reduce(*x)
+        all_reduce = llm.runner.ranks.group.all_reduce
+        llm.runner.ranks.group.all_reduce = lambda *x: calls.append(x) or all_reduce(*x)
         llm.generate([[5, 6, 7]], GREEDY, False)
         assert not calls
         assert capfd.readouterr().err.count(" for decode, ") == 1
@@ -301,13 +301,13 @@ def prefill(llm):
 
 def full_queue(llm, by=signal.SIGKILL):
     x, y = torch.zeros(8, device="cuda"), torch.zeros(1024, 1024, device="cuda")
-    with torch.inference_mode(), llm.runner.placement.workers.awaited():
-        llm.runner.placement.group.all_reduce(x)  # the worker does not join
+    with torch.inference_mode(), llm.runner.ranks.workers.awaited():
+        llm.runner.ranks.group.all_reduce(x)  # the worker does not join
         threading.Timer(0.5, kill, [by]).start()
         for _ in range(10_000):
             y = y @ y
     torch.cuda.synchronize()
-    llm.runner.placement.workers.check()
+    llm.runner.ranks.workers.check()
 
 def idle(llm):
     kill()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stage_e_batching
 import stage_f_graph_tp
+from stage_a_naive.checkpoints.presets import preset_config
+from stage_d_paged.config import ModelConfig
 from stage_f_graph_tp import kernels
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.options import IDEAS, GraphOptions
@@ -74,23 +76,6 @@ def test_eager_means_no_graphs_and_nothing_else():
     assert [eager.uses(idea) for idea in IDEAS] == [plain.uses(idea) for idea in IDEAS]
 
 
-@pytest.mark.parametrize(
-    ("old", "off"),
-    [("prefill_graphs", "prefill_graphs"), ("overlap", "overlap"), ("fused", "fused_layers,skinny_gemm,megakernel")],
-)
-def test_an_old_keyword_says_what_to_write_and_means_what_it_said(old, off):
-    with pytest.warns(DeprecationWarning, match=f"{old}=False .* write without='{off}'"):
-        options = GraphOptions(**{old: False})
-    assert options == GraphOptions(without=off)
-    with pytest.warns(DeprecationWarning, match=f"{old}=True .* leave it away"):
-        assert GraphOptions(**{old: True}) == GraphOptions()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        GraphOptions(**vars(options))  # what is sent to other ranks warns no more
-    with pytest.raises(ValueError, match=f"{old} must be True or False, got 'no'"):
-        GraphOptions(**{old: "no"})
-
-
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 def test_the_megakernel_needs_no_graphs(graphs):
     llm = stage_f_graph_tp.LLM(MODEL, max_num_seqs=8, **POOL)
@@ -102,12 +87,31 @@ def test_the_megakernel_needs_no_graphs(graphs):
     assert ask(llm, PROMPTS, GREEDY) == expected and fake.sizes
 
 
+BEYOND = [
+    ("gemma3-tiny", {}, "four norms per layer, the activation gelu_pytorch_tanh"),
+    ("llama-tiny", {"attention_bias": True, "mlp_bias": True}, "a bias behind attention, biases in the MLP"),
+    ("qwen2-tiny", {"hidden_act": "gelu"}, "the activation gelu"),
+]
+
+
 @pytest.mark.parametrize("without", ["fused_layers", "skinny_gemm", "pdl", ""])
 def test_layers_are_fused_between_products_inside_them_or_both(without, monkeypatch):
     fused = pytest.importorskip("stage_f_graph_tp.kernels.fused_layers")
     calls = []
-    monkeypatch.setattr(fused, "fuse_layers", lambda model, most, **kwargs: calls.append((most > 0, kwargs)))
-    line = kernels.choose_layers(None, GraphOptions(without=without), torch.device("cuda"))
+    monkeypatch.setattr(fused, "fuse_layers", lambda _, most, **kwargs: calls.append((most > 0, kwargs)))
+    model = SimpleNamespace(config=SimpleNamespace(beyond_kernels=""))
+    line = kernels.choose_layers(model, GraphOptions(without=without), torch.device("cuda"))
     expected = {"elementwise": without != "fused_layers", "pdl": without != "pdl"}
     assert calls == [(without != "skinny_gemm", expected)]
     assert ("between the matrix products" in line) == (without != "fused_layers")
+
+
+@pytest.mark.parametrize(("preset", "changes", "what"), BEYOND)
+def test_layers_that_our_kernels_do_not_compute_are_passed_over_in_one_line(preset, changes, what, monkeypatch):
+    fused = pytest.importorskip("stage_f_graph_tp.kernels.fused_layers")
+    monkeypatch.setattr(fused, "fuse_layers", lambda *_, **__: pytest.fail("they were fused"))
+    config = preset_config(preset)
+    config.update(changes)
+    model = SimpleNamespace(config=ModelConfig.from_hf(config))
+    line = kernels.choose_layers(model, GraphOptions(), torch.device("cuda"))
+    assert line == f"layers: stage D's (our Triton kernels do not compute {what})"

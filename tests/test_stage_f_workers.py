@@ -47,7 +47,7 @@ from stage_e_batching.sampler import SampledTokens
 from stage_f_graph_tp.forward import Layers
 from stage_f_graph_tp.head import InFlight
 from stage_f_graph_tp.ranks import Job, StepCommand, WatchedInFlight
-from stage_f_graph_tp.runner import Local
+from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import StepShape
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup, finish_or_raise
 from stage_f_graph_tp.tensor_parallel.watch import rendezvous as rendezvous_module
@@ -98,7 +98,7 @@ def two_ranks() -> Iterator[SimpleNamespace]:
     with recording_ranks(SIZES, PREFILLS) as replays:
         llm = ranked(num_kvcache_blocks=40, kvcache_block_size=2, max_num_batched_tokens=20, max_num_seqs=6)
     admit_whoever_fits(llm)
-    yield SimpleNamespace(llm=llm, group=llm.runner.placement.group, replays=replays)
+    yield SimpleNamespace(llm=llm, group=llm.runner.ranks.group, replays=replays)
     llm.close()
 
 
@@ -247,13 +247,13 @@ def test_recording_graphs_of_any_kind_ends_when_a_rank_has_died(sizes, prefills)
         if len(recorded) == 2:
             [process] = children() - before
             os.kill(process, signal.SIGKILL)
-            error_of(llm.runner.placement.workers)
+            error_of(llm.runner.ranks.workers)
 
     with within_seconds(), forked_ranks():
         before = children()
         llm = ranked()
         with pytest.raises(WorkerError, match="rank 1 of 2 died"):
-            llm.runner.capture(llm.runner.placement.watch(record), sizes, prefills)
+            llm.runner.capture(llm.runner.ranks.watch(record), sizes, prefills)
         assert len(recorded) == 2
 
 
@@ -336,7 +336,7 @@ def test_a_death_ends_this_ranks_waits_at_once_and_then_all_workers(puppets):
 def step_of(workers: Workers, arrived: object = None, read: Callable[[], object] = lambda: None) -> WatchedInFlight:
     """A step of one token, and what happens while it is read."""
     host_ids = SimpleNamespace(tolist=lambda: read() or [7])
-    return WatchedInFlight(InFlight(SampledTokens(torch.tensor([7])), host_ids, arrived), workers)
+    return WatchedInFlight(InFlight(SampledTokens(torch.tensor([7]), torch.tensor([7])), host_ids, arrived), workers)
 
 
 def test_tokens_of_a_step_in_which_a_rank_died_are_not_returned(puppets):
@@ -643,7 +643,7 @@ def test_one_rank_has_no_group_no_process_and_no_port():
     before = children(), listening()
     llm = stage_f_graph_tp.LLM("random:qwen2-tiny", device="cpu", num_kvcache_blocks=16)
     ask(llm, [[1, 2, 3]])
-    assert type(llm.runner.placement) is Local
+    assert type(llm.runner) is StepRunner
     assert not dist.is_initialized() and children() == before[0] and listening() <= before[1]
     llm.close()
     llm.close()
@@ -678,29 +678,3 @@ def test_a_worker_ends_quietly_with_a_parent_that_is_killed_while_it_starts_and_
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)  # the forked child
     assert parent.stderr.read() == b""
-
-
-def test_a_process_of_torchruns_that_does_not_connect_is_an_error(monkeypatch, limits):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    limits(START_SECONDS=0.1)
-    with pytest.raises(WorkerError, match="the other ranks did not connect within 0 s"):
-        Workers(Rendezvous(dist.HashStore(), 0, 2, is_torchrun=True), puppet)
-
-
-def test_torchrun_starts_the_same_engine_and_answers_once():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "stage_f_graph_tp", "--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "16"]
-    question = "What is a KV cache?"
-    process = subprocess.Popen(
-        [*command, "--prompt", question], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        stdout, _ = process.communicate(timeout=300)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0
-    llm = stage_e_batching.LLM("tutor", device="cpu")
-    conversation = [{"role": "user", "content": question}]
-    [output] = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=16), False)
-    assert stdout.count(f"[answer]\n{output['text']}") == 1 and stdout.count("[performance]") == 1

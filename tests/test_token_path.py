@@ -1,4 +1,4 @@
-"""How many files a reader opens to follow one greedy token from prompt to text."""
+"""How many files a reader opens to follow one greedy token, and how many functions a decode step passes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from stage_f_graph_tp.cuda_graph import Recorded
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,12 +31,12 @@ def one_liners(path: Path) -> set[int]:
     return found
 
 
-def files_run(call: Callable[[], object]) -> set[Path]:
-    """The files of this repository of which a function ran in `call`, one-line properties aside."""
+def functions_run(call: Callable[[], object]) -> set[tuple[Path, int]]:
+    """The functions of the stages with a name that ran in `call`, by file and first line, one-line properties aside."""
     codes = set()
 
     def note(frame: object, event: str, _: object) -> None:
-        if event == "call":
+        if event == "call" and frame.f_code.co_name[0] != "<":
             codes.add(frame.f_code)
 
     before = sys.getprofile()
@@ -49,7 +51,7 @@ def files_run(call: Callable[[], object]) -> set[Path]:
     places = {(Path(code.co_filename), code.co_firstlineno) for code in codes}
     stages = {folder for folder in ROOT.glob("stage_*") if folder.is_dir()}  # not what is installed in a .venv here
     here = {(path, line) for path, line in places if stages.intersection(path.parents)}
-    return {path for path, line in here if line not in one_liners(path)}
+    return {(path, line) for path, line in here if line not in one_liners(path)}
 
 
 @pytest.mark.parametrize(("stage", "most"), [("stage_a_naive", 4), ("stage_d_paged", 10), ("stage_e_batching", 17)])
@@ -58,7 +60,7 @@ def test_the_path_of_a_greedy_token_runs_through_few_files(stage: str, most: int
     package = importlib.import_module(stage)
     llm = package.LLM("tutor", device="cpu")
     greedy = package.SamplingParams(temperature=0.0, max_tokens=8)
-    files = files_run(lambda: llm.generate(["What is a KV cache?"], greedy, use_tqdm=False))
+    files = {path for path, _ in functions_run(lambda: llm.generate(["What is a KV cache?"], greedy, use_tqdm=False))}
     names = sorted(str(path.relative_to(ROOT)) for path in files)
     assert len(files) <= most, f"{len(files)} files, {most} wanted: {', '.join(names)}"
     for path in files:
@@ -66,3 +68,21 @@ def test_the_path_of_a_greedy_token_runs_through_few_files(stage: str, most: int
         purpose = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
         assert purpose.endswith("."), f"the first line of {path} does not say in a sentence what it is for"
         assert text.count("\n") <= 260, f"{path} is too long to be read as one idea"
+
+
+@pytest.mark.parametrize(("stage", "functions", "files"), [("stage_e_batching", 33, 15), ("stage_f_graph_tp", 43, 17)])
+def test_a_decode_step_passes_few_functions(stage: str, functions: int, files: int) -> None:
+    """A call of `step` for one greedy request past its prompt, without the model; stage F replays a graph."""
+    package = importlib.import_module(stage)
+    llm = package.LLM("tutor", device="cpu", num_kvcache_blocks=16)
+    if stage == "stage_f_graph_tp":
+        llm.runner.capture(lambda body: Recorded(lambda: None, body()), [1, 2])
+    llm.add_request([5, 6, 7], package.SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    for _ in range(5):
+        llm.step()
+    model = ROOT / "stage_d_paged"
+    parts = [model / "model.py", model / "layers.py", *(model / "attention").glob("*.py")]
+    found = {(path, line) for path, line in functions_run(llm.step) if path not in parts}
+    names = ", ".join(sorted(f"{path.relative_to(ROOT)}:{line}" for path, line in found))
+    assert len(found) <= functions, names
+    assert len({path for path, _ in found}) <= files, names

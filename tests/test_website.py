@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from website.build import FENCE, LINK, Gatherer, main
+from docs.website.build import FENCE, LINK, Gatherer, main
 
 pytest.importorskip("nbconvert", reason="makes pages of notebooks: pip install -e .[site]")
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,9 @@ def test_every_link_and_figure_of_a_page_leads_to_a_file_of_the_site(pages):
 
 
 def test_every_entry_of_the_list_of_pages_is_a_page(pages):
-    listed = re.findall(r"[\w/]+\.md", (ROOT / "website" / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[-1])
+    listed = re.findall(
+        r"[\w/]+\.md", (ROOT / "docs" / "website" / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[-1]
+    )
     assert len(listed) > 40 and [name for name in listed if not (pages / name).is_file()] == []
 
 
@@ -46,16 +48,16 @@ def test_links_to_code_lead_to_a_repository_that_is_named(tmp_path):
 
 
 def test_slides_that_were_built_are_named_beside_those_in_markdown(tmp_path):
-    (tmp_path / "slides").mkdir()
-    (tmp_path / "slides" / "index.md").write_text("# Slides\n")
+    (tmp_path / "docs" / "slides").mkdir(parents=True)
+    (tmp_path / "docs" / "slides" / "index.md").write_text("# Slides\n")
     for folder, decks in (("nothing", []), ("built", ["week1.pdf", "week3.pdf"])):
         (tmp_path / folder).mkdir()
         for deck in decks:
             (tmp_path / folder / deck).write_bytes(b"%PDF")
         Gatherer(tmp_path, "").add_slides(tmp_path / folder)
         said = "\nAs PDF: [1](week1.pdf), [3](week3.pdf).\n" if decks else ""
-        assert (tmp_path / "slides" / "index.md").read_text() == f"# Slides\n{said}"
-    assert (tmp_path / "slides" / "week3.pdf").exists()
+        assert (tmp_path / "docs" / "slides" / "index.md").read_text() == f"# Slides\n{said}"
+    assert (tmp_path / "docs" / "slides" / "week3.pdf").exists()
 
 
 def test_a_notebooks_page_leads_to_colab_in_words(pages):

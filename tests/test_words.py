@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
-ENTRIES = re.findall(r"^### (.+)$", (ROOT / "GLOSSARY.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+ENTRIES = re.findall(r"^### (.+)$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
 def files(*kinds: str) -> list[str]:
@@ -35,7 +35,7 @@ def avoided_words(text: str) -> list[str]:
 
 
 def test_the_glossary_is_in_alphabetical_order_and_every_entry_has_its_lesson_and_its_chinese_term() -> None:
-    text = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
     parts = re.split(r"^### .+$", text, flags=re.MULTILINE)[1:]
     assert sorted(ENTRIES, key=str.lower) == ENTRIES and len(set(ENTRIES)) == len(ENTRIES)
     without = [
@@ -62,4 +62,4 @@ def test_a_word_to_avoid_is_found_and_not_in_code_addresses_and_comments(text: s
 def test_a_lesson_links_to_the_glossary_which_has_its_terms(path: str) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
     used = {entry for pattern, entry in RULES["terms"].items() if re.search(pattern, prose(text), re.IGNORECASE)}
-    assert re.search(r"GLOSSARY(\.zh-CN)?\.md", text) and used <= set(ENTRIES)
+    assert re.search(r"glossary(\.zh-CN)?\.md", text) and used <= set(ENTRIES)

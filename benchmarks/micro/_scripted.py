@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -52,10 +53,9 @@ class ScriptedTable(TokenTable):
 class ScriptedLLM(LLM):
     """Look-up with a scripted acceptance."""
 
-    table_class = ScriptedTable
-
     def __init__(self, model: str, **options: object) -> None:
-        super().__init__(model, speculation="ngram", **options)
+        with patch("beyond.engine.TokenTable", ScriptedTable):  # before its steps are recorded
+            super().__init__(model, speculation="ngram", **options)
 
     def script(self, rate: float | None) -> None:
         """Guess in every step, and call this share right; None: guess nothing."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from beyond.engine import LLM
 from beyond.structured.constraints import Constraints, constraints_of
+from beyond.structured.tokens import library_tokens
 
 PADDING = 256  # ids of a large vocabulary that its tokenizer has not
 
@@ -32,9 +33,7 @@ def widened(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> PreTrainedTo
 
 def widen(llm: LLM) -> Constraints:
     """Let the grammars of a `random:` model have a tokenizer as large as its vocabulary."""
-    from llguidance.hf import from_tokenizer  # here: a package that not everybody has
-
     constraints = constraints_of(llm.runner.sampler)
     wide = widened(llm.tokenizer, llm.vocab_size - PADDING)
-    constraints.grammars._tokens = from_tokenizer(wide, llm.vocab_size, sorted(llm.eos_token_ids))
+    constraints.grammars._tokens = library_tokens(wide, llm.vocab_size, llm.eos_token_ids)
     return constraints

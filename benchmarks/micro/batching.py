@@ -39,7 +39,8 @@ class StaticAdmission(Scheduler):
 class StaticStageE(StageE):
     """Stage E with one rule changed."""
 
-    scheduler_class = StaticAdmission
+    def _scheduler(self) -> Scheduler:
+        return super()._scheduler(StaticAdmission)
 
 
 ENGINES = {"D": StageD, "E, static admission": StaticStageE, "E": StageE}

@@ -19,6 +19,7 @@ from benchmarks.micro import timed
 from benchmarks.micro._vocabulary import widened
 from benchmarks.micro.constrained import OBJECT
 from beyond.structured.grammars import Grammars, Masks, Matcher, compile_form
+from beyond.structured.tokens import library_tokens
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, resolve
 from stage_a_naive.contract.structured_outputs import StructuredOutputs
 
@@ -36,19 +37,18 @@ note = "{result['answers']} answers, {result['vocabulary']:,} tokens, {result['c
 def measure(vocabulary: int = 151_936, answers: int = 32, steps: int = 200, repeats: int = 5) -> dict:
     """Seconds to compile a schema, and to fill the masks of a step."""
     import xgrammar
-    from llguidance.hf import from_tokenizer
 
     cores, source = len(os.sched_getaffinity(0)), resolve("tutor")
     tutor = load_tokenizer(source)
     tokenizer, eos_ids = widened(tutor, vocabulary), sorted(eos_token_ids(source, tutor))
-    tokens = from_tokenizer(tokenizer, vocabulary, eos_ids)
+    tokens = library_tokens(tokenizer, vocabulary, eos_ids)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=eos_ids)
     compilers = [xgrammar.GrammarCompiler(info, max_threads=cores, cache_enabled=kept) for kept in (False, True)]
     spaces = {"max_whitespace_cnt": 8}
     compile_schema = {
-        ("first", "llguidance"): lambda text: compile_form(StructuredOutputs("json", text), tokens),
+        ("first", "llguidance"): lambda text: compile_form(StructuredOutputs("json", text), tokens)[0],
         ("first", "xgrammar"): lambda text: compilers[0].compile_json_schema(text, **spaces),
-        ("next", "llguidance"): lambda text: compile_form(StructuredOutputs("json", text), tokens),
+        ("next", "llguidance"): lambda text: compile_form(StructuredOutputs("json", text), tokens)[0],
         ("next", "xgrammar"): lambda text: compilers[1].compile_json_schema(text, **spaces),
     }
     compiling: dict[tuple[str, str], list[float]] = {way: [] for way in compile_schema}

@@ -2,7 +2,7 @@
 
 A sample is a CUDA graph of one whole step, from the embedding to the logits, so what is timed is the device, not
 Python; the weights of all layers are many times the L2 cache. Here it was measured up to how many rows each kind is the
-fastest: `most_rows` of the megakernel and `SKINNY_GEMM_MAX_TOKENS`.
+fastest: `most_rows` of the megakernel and `skinny_limit`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stage_f_graph_tp.megakernel.kernel import MAX_ROWS
 
 NEEDS_GPU = True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b")
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)
 CONTEXT, BLOCK_SIZE = 640, 64
 LONGEST = 4096  # what the graphs are captured for
 REPLAYS, REPEATS = 10, 9

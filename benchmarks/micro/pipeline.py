@@ -2,7 +2,7 @@
 
 *Counted*: the real scheduler and engine on stages that take one unit of time for every step. *Measured*: the busy times
 that the stages of a real engine record, and its speed, on two GPUs (`device=cuda`) or CPU processes. *Bytes*: what two
-hosts really put on the cable between them, counted by the kernel; it needs root (`beyond/scale_out/two_hosts.py`).
+hosts really put on the cable between them, counted by the kernel; it needs root (`benchmarks/two_hosts.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import two_hosts
 from benchmarks.micro import with_engine
 from benchmarks.pictures.picture import ON_DARK, PALETTE, Picture, new_figure
-from beyond.scale_out import LLM, two_hosts
+from benchmarks.unit_stages import counted_spans
+from beyond.scale_out import LLM
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
-from beyond.scale_out.unit_stages import counted_spans
 from stage_a_naive.sampling import SamplingParams
 
 STAGES, SAMPLES = 2, 3

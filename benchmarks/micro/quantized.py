@@ -171,7 +171,7 @@ def product_of(matrix: Matrix, weight: Tensor | Quantized, tokens: int) -> Calla
 
     x = torch.randn(tokens, matrix.columns, device="cuda", dtype=DTYPE)
     eight_bits = isinstance(weight, Quantized)
-    if tokens > skinny_gemm.SKINNY_GEMM_MAX_TOKENS or matrix.kind == "product":
+    if tokens > skinny_gemm.skinny_limit(min(matrix.rows, matrix.columns)) or matrix.kind == "product":
         return (lambda: products.product(x, weight)) if eight_bits else (lambda: F.linear(x, weight))
     if matrix.kind == "gate_up":
         if eight_bits:

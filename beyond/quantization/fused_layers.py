@@ -27,7 +27,7 @@ from stage_d_paged.layers import RMSNorm
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.kernels.elementwise import rms_norm, rotate_and_store
 from stage_f_graph_tp.kernels.fused_layers import MAX_TILES, SkinnyGemms, move_norm_weights, replace_layers
-from stage_f_graph_tp.kernels.skinny_gemm import SKINNY_GEMM_MAX_TOKENS
+from stage_f_graph_tp.kernels.skinny_gemm import skinny_limit
 
 SKINNY_MAX_TOKENS = 64  # for 8-bit matrices; stage F's limit is that of 16-bit ones
 
@@ -50,6 +50,8 @@ class QuantizedProducts:
     ) -> Tensor:
         if residual is None:
             return products.product(x, weight, bias, pdl=self._pdl)
+        if bias is not None:
+            return residual.add_(products.product(x, weight, bias, pdl=self._pdl))
         total = products.product_add(x, weight, residual, None, self._arrival_counters, pdl=self._pdl)
         assert isinstance(total, Tensor)  # a stream is for the norm of a `gain`
         return total
@@ -77,7 +79,8 @@ def fuse_layers(model: DecoderModel, options: Options) -> None:
     backend, device = model.layers[0].self_attn.backend, model.norm.weight.device
     store = rotate_and_store if options.kv_cache_dtype == "auto" else triton_store.rotate_and_store
     elementwise, pdl = options.uses("fused_layers"), options.uses("pdl")
-    most = SKINNY_GEMM_MAX_TOKENS if options.quantization is None else SKINNY_MAX_TOKENS
+    hidden, ranks = model.config.hidden_size, options.tensor_parallel_size
+    most = skinny_limit(hidden, ranks) if options.quantization is None else SKINNY_MAX_TOKENS
     most = most if options.uses("skinny_gemm") else 0
     if options.quantization is None:
         move_norm_weights(model)

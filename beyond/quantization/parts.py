@@ -67,7 +67,9 @@ def _choose_layers(model: DecoderModel, options: Options, device: torch.device) 
     fused = options.uses("fused_layers") or options.uses("skinny_gemm")
     if options.quantization is not None and not fused:
         return "layers: stage D's, with our Triton products"
-    if options.uses_eight_bits and fused and device.type == "cuda":
+    if options.quantization is not None and model.config.beyond_kernels:
+        return f"layers: stage D's, with our Triton products (fused ones do not compute {model.config.beyond_kernels})"
+    if options.uses_eight_bits and fused and device.type == "cuda" and not model.config.beyond_kernels:
         from beyond.quantization.fused_layers import fuse_layers
 
         fuse_layers(model, options)

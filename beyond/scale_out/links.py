@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -171,4 +171,4 @@ class StageLinks:
 
 def subgroup(rendezvous: Rendezvous, name: str, rank: int, size: int) -> Rendezvous:
     """Make a rendezvous of some of the ranks, in which this one has the number `rank`."""
-    return Rendezvous(dist.PrefixStore(name, rendezvous.store), rank, size, rendezvous.is_torchrun)
+    return replace(rendezvous, store=dist.PrefixStore(name, rendezvous.store), rank=rank, size=size)

@@ -1,4 +1,4 @@
-"""The pace of a pipeline: as many batches in flight as there are stages.
+"""The depth of a pipeline's ring: as many batches in flight as there are stages.
 
     sample batch n - m  ->  schedule and launch batch n  ->  wait for the tokens of batch n - m  ->  postprocess them
 

@@ -7,32 +7,28 @@ A rank belongs to a stage (`Position`) and shares the stage's layers with the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from beyond.options import Options
 from beyond.scale_out.links import Position, StageLinks, subgroup
 from beyond.scale_out.spans import Spans
-from beyond.scale_out.stage_head import SAMPLE, AfterReceiving, StageHead, TimedRanks
+from beyond.scale_out.stage_head import SAMPLE, StageHead, TimedRanks
 from beyond.scale_out.stages import StageTensors, layers_of, replace_ends, stage_config
-from stage_a_naive.checkpoints.loading import ModelSource
 from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, choose_num_blocks, load_runtime
+from stage_d_paged.runtime import MODEL_DTYPE, Formats, build_model, choose_num_blocks
 from stage_d_paged.weights import TensorSource
-from stage_e_batching.sampler import Sampler
 from stage_f_graph_tp.compose import make_buffers, record_graphs
-from stage_f_graph_tp.forward import Forward, Layers
+from stage_f_graph_tp.forward import Layers, Run, StepOutput
 from stage_f_graph_tp.last_tokens import LastTokens
-from stage_f_graph_tp.ranks import MakeBatch, Rank, RankHead, Ranks
-from stage_f_graph_tp.runner import StepRunner
-from stage_f_graph_tp.step_input import StepBuffers, StepShape, largest_input
+from stage_f_graph_tp.ranks import Job, MakeBatch, Rank, RankHead, RankRunner, Ranks
+from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, largest_input
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, Workers, build_sharded_model
 
 
@@ -47,73 +43,62 @@ class StageRank(Rank):
         if message != SAMPLE:
             super().execute_command(message)
             return
-        self.ranks.begin_command()
+        self.runner.ranks.begin_command()
         if self.head.links.stage == 0:
             self.head.sample_here()
 
-    def choose_forward(self, shape: StepShape) -> tuple[Forward | Any, StepShape]:  # rank 0 has padded: it is only run
-        forward, shape = super().choose_forward(shape)
-        links = self.head.links
-        return (forward if links.stage == 0 else AfterReceiving(forward, links, self.ranks.number)), shape
+    def choose_run(self, shape: StepShape) -> tuple[Run, StepShape]:
+        """Choose what runs a step: on later stages, after the states of the stage before have been received."""
+        run, shape = super().choose_run(shape)
+        return (run if self.head.links.stage == 0 else partial(self._receive_and_run, run)), shape
+
+    def _receive_and_run(self, run: Run, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
+        self.head.links.receive(shape.num_tokens, self.runner.ranks.number)
+        return run(inputs, shape, needs)
 
 
 def build_stage_rank(
-    source: ModelSource,
-    options: Options,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-    rendezvous: Rendezvous,
-    workers: Workers | None,
-    batch: MakeBatch,
-    patch: Callable[..., str],
-    formats: Formats,
-    make_sampler: Callable[[Runtime, Options], Sampler],
+    job: Job, options: Options, rendezvous: Rendezvous, workers: Workers | None, batch: MakeBatch
 ) -> StageRank:
     """Build one rank's part of a pipeline. All stages' pools have the number of blocks that every rank has room for.
 
     Args:
-        workers, batch: as of stage F's `Job.build`.
-        patch, formats: as of stage D's `load_runtime`.
-        make_sampler: called when the model is there, before the pool.
+        job: what every rank builds; it loads this one's layers, and makes the sampler.
+        options: the job's.
+        rendezvous, workers, batch: as of `Job.build`.
     """
-    config = ModelConfig.from_hf(source.config)
+    device = job.own_device(rendezvous)
     position = Position(rendezvous.rank, options.pipeline_parallel_size, options.tensor_parallel_size)
     part = subgroup(rendezvous, f"stage{position.stage}", position.rank_in_stage, position.stage_size)
     group = RankGroup(part, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
+    runtime = job.load(options, device, partial(build_stage, group=group, position=position))
+    runtime = replace(runtime, notes=(*runtime.notes, f"pipeline: {position.num_stages} stages"))
     rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that arrive
-    states = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
+    states = torch.zeros(rows, runtime.config.hidden_size, dtype=runtime.dtype, device=device)
     traced = options.trace and position.rank_in_stage == 0
     spans = Spans(f"{options.trace}.stage{position.stage}", device) if traced else None
     # The last stage may have this many steps' states on their way back; with fewer it would wait for stage 0.
     unsent = options.batches_in_flight + 1
     links = StageLinks(position, rendezvous, device, states, workers, unsent, spans)
+    replace_ends(runtime.model, states, links.stage == 0, links.is_last)
     check = (lambda: None) if workers is None else workers.check
-
-    def patch_stage(model: DecoderModel, options: Options, device: torch.device) -> str:
-        line = patch(model, options, device)
-        replace_ends(model, links.states, links.stage == 0, links.is_last)
-        return f"{position.num_stages} stages; {line}"
-
-    build = partial(build_stage, group=group, position=position)
-    runtime = load_runtime(source, options, device, dtype, seed, build, patch_stage, formats)
     rendezvous.gather("loaded", "", check)  # a collective may only be entered when every rank will enter it
     if group.size > 1:
         group.connect()
     links.connect()
-    sampler = make_sampler(runtime, options)
+    sampler = job.make_sampler(runtime, options)
     num_blocks = min(map(int, rendezvous.gather("blocks", str(choose_num_blocks(runtime, options)), check)))
     kv_cache = runtime.make_pool(num_blocks)
     inputs = batch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
     buffers = make_buffers(runtime, options, inputs)
     head_bytes = largest_input(options.max_num_batched_tokens, options.max_num_seqs + 1, 0)
-    tokens, ranks = LastTokens(options.max_num_seqs, device), Ranks(group, workers)
+    tokens = LastTokens(options.max_num_seqs, device)
+    ranks = Ranks(group, workers) if spans is None else TimedRanks(group, workers, spans)
     sampling = None
     if position.stage == 0:
         sampling = RankHead(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens, ranks)
     head = StageHead(links, ranks, buffers, sampling, StepBuffers(head_bytes, device))
-    placement = ranks if spans is None else TimedRanks(ranks, spans)
-    runner = StepRunner(inputs, buffers, sampler, Layers(runtime.model, kv_cache, tokens), head, placement)
+    runner = RankRunner(ranks, inputs, buffers, sampler, Layers(runtime.model, kv_cache, tokens), head)
     record_graphs(
         runner,
         runtime,
@@ -122,7 +107,7 @@ def build_stage_rank(
         lambda line: ranks.report(f"stage {links.stage}: {line}"),
         ranks.watch,
     )
-    return StageRank(runtime, runner, ranks, (group, *links.links), head)
+    return StageRank(runtime, runner, (group, *links.links), head)
 
 
 def most_decodes(options: Options) -> int:

@@ -57,8 +57,7 @@ class PipelineScheduler(Scheduler):
     def schedule(self) -> ScheduledStep:
         """Decide the next step, with the batch slots of sequences that left before their token arrived, if it has."""
         for sequence in [sequence for sequence in self._slots_in_use if not sequence.num_in_flight]:
-            slot = self._slots_in_use.pop(sequence)
-            self.free_slots_like(slot).append(slot)
+            self.note_room(self._slots_in_use.pop(sequence))
         step = super().schedule()
         self._latest = set(step.sequences[: step.num_decodes])
         self._sampled.clear()
@@ -87,8 +86,6 @@ class PipelineScheduler(Scheduler):
 
     def _vacate(self, sequence: BatchSequence) -> None:
         """Free what a sequence holds; its batch slot only when nothing is in flight: the sampler reads its row."""
-        slot = sequence.batch_slot
+        if sequence.batch_slot >= 0 and sequence.num_in_flight:
+            self._slots_in_use[sequence], sequence.batch_slot = sequence.batch_slot, -1
         super()._vacate(sequence)
-        if slot >= 0 and sequence.num_in_flight:
-            self.free_slots_like(slot).remove(slot)
-            self._slots_in_use[sequence] = slot

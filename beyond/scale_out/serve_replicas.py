@@ -48,7 +48,7 @@ def run(argv: list[str] | None) -> int:
     options, engine_options = parse(argv, own)
     if options.replicas < 1:
         raise ValueError(f"--replicas must be 1 or more, got {options.replicas}")
-    for name in ("max_connections", "allowed_origin"):
+    for name in ("max_connections", "health_seconds", "allowed_origin"):
         if getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} is for a single server: Ray listens here; leave it out")
     if engine_options.get("trace"):

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,13 @@ from torch import Tensor
 
 from beyond.scale_out.links import StageLinks
 from beyond.scale_out.spans import Spans
-from stage_e_batching.parts import Sampled
+from stage_e_batching.parts import InFlight, Sampled
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
-from stage_f_graph_tp.forward import Forward, StepOutput
-from stage_f_graph_tp.head import InFlight
+from stage_f_graph_tp.forward import StepOutput
+from stage_f_graph_tp.head import NOTHING_SAMPLED
 from stage_f_graph_tp.ranks import RankHead, Ranks
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape
+from stage_f_graph_tp.tensor_parallel import RankGroup, Workers
 
 SAMPLE = b"sample"  # the command to sample the oldest step, for the other ranks of stage 0
 
@@ -44,36 +45,21 @@ class Unsampled(NamedTuple):
     data: bytes  # the packed input, without block tables
 
 
-class AfterReceiving:
-    """A forward of a later stage: it runs on the states that the stage before has sent for the command under way."""
-
-    def __init__(self, forward: Forward, links: StageLinks, number: int) -> None:
-        self._forward, self._links, self._number = forward, links, number
-
-    def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
-        self._links.receive(shape.num_tokens, self._number)
-        return self._forward.run(inputs, shape, needs)
-
-
-class TimedRanks:
-    """Stage 0's ranks, whose steps' begins are noted.
+class TimedRanks(Ranks):
+    """A stage's ranks; the spans note when their commands begin.
 
     Args:
-        ranks: they execute the steps.
+        group, workers: as of `Ranks`.
         spans: of this stage.
     """
 
-    def __init__(self, ranks: Ranks, spans: Spans) -> None:
-        self._ranks, self._spans = ranks, spans
+    def __init__(self, group: RankGroup, workers: Workers | None, spans: Spans) -> None:
+        super().__init__(group, workers)
+        self._spans = spans
 
-    def execute(self, run: Callable[[], Any], *step: Any) -> Any:
-        """Execute a step; arguments as of `Ranks.execute`."""
-
-        def timed() -> Any:
-            self._spans.begin()
-            return run()
-
-        return self._ranks.execute(timed, *step)
+    def begin_command(self) -> None:
+        super().begin_command()
+        self._spans.begin()
 
 
 class StageHead:
@@ -134,7 +120,7 @@ class StageHead:
         """Whether the oldest step that has no tokens yet is that of command `number`."""
         return bool(self._unsampled) and self._unsampled[0].number == number
 
-    def sample_oldest(self) -> Any:
+    def sample_oldest(self) -> InFlight:
         """Launch the sampling of the oldest step that has no tokens yet; rank 0 calls it.
 
         Raises:
@@ -143,20 +129,20 @@ class StageHead:
         with self.ranks.in_step(SAMPLE if self.ranks.group.size > 1 else None):
             return self.sample_here()  # in here: an interrupt must not take a step away
 
-    def discard(self, last: Any) -> None:
+    def discard(self, last: InFlight) -> None:
         """Receive what is on its way, so that the stages stay in step, and drop it."""
         for _ in range(len(self._unsampled)):
             with suppress(Exception):  # what fails here was reported before, or will be at the next step
                 self.sample_oldest().wait()
 
     @torch.inference_mode()
-    def sample_here(self) -> Any:
+    def sample_here(self) -> InFlight:
         """Receive the hidden states of the oldest step's last tokens and sample, by a replay or eagerly."""
         number, shape, sample_slots, needs, data = self._unsampled.popleft()
         head, graphs = self._head, self._graphs
         assert head is not None
-        self._head_buffers.unpack(data)
-        inputs = self._head_buffers.send(shape)
+        self._head_buffers.unpack(shape, data)
+        inputs = self._head_buffers.send()
         hidden = self.links.receive(len(sample_slots), number)
         if graphs is not None and (recorded := graphs.takes(shape)) is not None:
             output = graphs.run(inputs, recorded, needs)
@@ -182,10 +168,10 @@ class Returning:
     head: StageHead | None  # None: nothing samples in this step
     number: int  # of its command
 
-    def sample(self) -> Any:
+    def sample(self) -> InFlight:
         """Launch the sampling of the tokens of the oldest step. One that an interrupt has sampled already has none."""
         if self.head is None or not self.head.is_oldest(self.number):
-            return InFlight(None)
+            return NOTHING_SAMPLED
         return self.head.sample_oldest()
 
     def wait(self) -> Sampled:

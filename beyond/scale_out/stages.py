@@ -46,10 +46,11 @@ def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
 
 def stage_config(config: ModelConfig, stage: int, num_stages: int) -> ModelConfig:
     """Return the shape of a stage. Only stage 0 has the embedding and the LM head; the others have one row of zeros."""
-    num_layers = len(layers_of(stage, num_stages, config.num_layers))
+    own = layers_of(stage, num_stages, config.num_layers)
+    layers = config.layers[own.start : own.stop]
     if stage == 0:
-        return replace(config, num_layers=num_layers)
-    return replace(config, num_layers=num_layers, vocab_size=1, tie_word_embeddings=True)
+        return replace(config, layers=layers)
+    return replace(config, layers=layers, vocab_size=1, tie_word_embeddings=True, embedding_scale=1.0)
 
 
 @dataclass(frozen=True)

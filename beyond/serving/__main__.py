@@ -72,6 +72,8 @@ def parse(
     )
     most = "connections that may be open; further ones get 503 (default: 4096)"
     server.add_argument("--max-connections", type=int, help=most)
+    silent = "seconds without a sign of the engine after which /health says 503 (default: 60)"
+    server.add_argument("--health-seconds", type=float, help=silent)
     origin = "a web page of this origin may ask (CORS); * for all; may be repeated"
     server.add_argument("--allowed-origin", action="append", default=[], metavar="URL", help=origin)
     server.add_argument(
@@ -104,6 +106,8 @@ def parse(
         raise ValueError(f"--max-queue and --deadline must be 0 or more, {given}")
     if options.max_connections is not None and options.max_connections < 1:
         raise ValueError(f"--max-connections must be 1 or more, got {options.max_connections}")
+    if options.health_seconds is not None and not options.health_seconds > 0:
+        raise ValueError(f"--health-seconds must be above 0, got {options.health_seconds:g}")
     if options.host == "" or options.api_key == "":  # an empty host would be every address of this machine
         raise ValueError("--host and --api-key must not be empty")
     check_names(options.model, options.device, options.dtype)
@@ -143,6 +147,7 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
     """
     from uvicorn.loops.auto import auto_loop_factory
 
+    from beyond.serving.async_llm import HEALTH_SECONDS
     from beyond.serving.defaults import in_words, sampling_defaults
     from beyond.serving.reasoning import ChatOptions
     from beyond.serving.server import say, serve
@@ -173,6 +178,7 @@ def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) ->
         page=options.page,
         hosts=[options.host, *options.allowed_host],
         max_connections=options.max_connections or 4096,
+        health_seconds=options.health_seconds or HEALTH_SECONDS,
         origins=options.allowed_origin,
         tool_call_parser=options.tool_call_parser,
         write_log=say if options.request_log else None,

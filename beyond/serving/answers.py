@@ -15,9 +15,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
 from beyond.serving.reasoning import ReasoningSplit
-from beyond.serving.scoring import PromptLogprobs
 from beyond.serving.tool_calls import CallParser
 from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
+from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request
 from stage_e_batching.calls.mailbox import Token
 
@@ -96,16 +96,21 @@ class Answer:
             choices.append(choice)
         return self._head | {"choices": choices, "usage": self.usage(outputs)}
 
-    def chunk(self, index: int, token: Token | None, finish_reason: str | None) -> str:
-        """One token of choice number `index` as JSON, also when its text is still empty; None is an end alone."""
+    def chunk(self, index: int, token: Token | None, finish_reason: str | None, error: dict | None = None) -> str:
+        """One token of choice number `index` as JSON, also when its text is still empty; None is an end alone.
+
+        Args:
+            error: what a choice that has failed tells besides.
+        """
         tells_role = self._ask.is_chat and index not in self._begun
         if self._ask.continuous_usage:
             self._num_told[index] += token is not None
         more = self._ask.params.logprobs is not None or self._ask.continuous_usage
         if finish_reason or tells_role or more or self._splits or self._ask.tools is not None:
-            chunk = as_json(self._chunk(index, token, finish_reason))
+            chunk = self._chunk(index, token, finish_reason)
+            chunk["choices"][0] |= error or {}
             self._begun.add(index)
-            return chunk
+            return as_json(chunk)
         if index not in self._around:  # all others differ in their text alone: write the rest once
             self._around[index] = as_json(self._chunk(index, Token(0, MARK), None)).split(as_json(MARK))
         assert token is not None  # a chunk without one is an end
@@ -178,7 +183,11 @@ class Answer:
             return {"content": [self._chat_logprobs(token, count) for token in tokens]}
         written: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
-            decoder = self._decoders.setdefault(index, IncrementalDecoder(self._tokenizer))
+            if index not in self._decoders:
+                before = () if self._ask.echo else self._prompts[index]
+                skip = self._ask.params.skip_special_tokens
+                self._decoders[index] = IncrementalDecoder(self._tokenizer, before, skip)
+            decoder = self._decoders[index]
             offset = self._offsets.get(index, 0)
             self._offsets[index] = offset + len(decoder.append(token.token_id))
             written["tokens"].append(text_of([token.token_id], self._tokenizer))
@@ -237,7 +246,15 @@ def without_tokens(request: Request) -> GenerationOutput:
         num_generated_tokens=0,
         tokens_per_sec=0,
     )
-    return GenerationOutput(text="", token_ids=[], prompt_token_ids=prompt, finish_reason="length", metrics=metrics)
+    return GenerationOutput(
+        prompt_index=request.prompt_index,
+        index=request.answer_index,
+        text="",
+        token_ids=[],
+        prompt_token_ids=prompt,
+        finish_reason="length",
+        metrics=metrics,
+    )
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:

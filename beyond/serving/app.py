@@ -13,10 +13,12 @@ import hmac
 import json
 import re
 import time
+import tomllib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -28,7 +30,7 @@ from beyond.serving.answers import Answer, text_of, without_tokens
 from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import EventStream, unless_gone
-from beyond.serving.http_errors import App, Endpoint, error_response, refused_prompt
+from beyond.serving.http_errors import App, Endpoint, error_body, error_response, refused_prompt
 from beyond.serving.messages import Messages
 from beyond.serving.metrics import exposition
 from beyond.serving.openapi import HEADERS, describe_api, docs_page
@@ -46,14 +48,16 @@ from beyond.serving.protocol import (
 from beyond.serving.reasoning import ChatOptions
 from beyond.serving.request_log import RequestLog
 from beyond.serving.responses import Responses
-from beyond.serving.scoring import PromptLogprobs
 from beyond.serving.tools import tool_format
 from stage_a_naive.contract.errors import shown
-from stage_a_naive.contract.outputs import GenerationOutput, Request
+from stage_a_naive.contract.logprobs import PromptLogprobs
+from stage_a_naive.contract.outputs import GenerationOutput, Request, returned
 from stage_a_naive.contract.params import as_integer
 from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_e_batching.calls.mailbox import Token
 
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+VERSION = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["version"]
 AT_ONCE = 2000  # characters or token ids: checking and encoding more takes longer than handing it to another thread
 
 
@@ -114,6 +118,8 @@ class Api:
             Route("/detokenize", self.post(self.detokenize), methods=["POST"]),
             Route("/tokenizer_info", self.guarded(self.tokenizer_info), methods=["GET"]),
             Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi, methods=["GET"]),
             Route("/docs", self.docs, methods=["GET"]),
@@ -232,7 +238,7 @@ class Api:
             else:
                 ids = await asyncio.to_thread(self._chat_ids, conversation(messages), template_kwargs(fields))
         except ValueError as error:
-            raise refused_prompt(error, "prompt" if messages is None else "messages") from None
+            raise self._refused(error, "prompt" if messages is None else "messages") from None
         return JSONResponse({"count": len(ids), "max_model_len": self.llm.llm.max_model_len, "tokens": ids})
 
     async def detokenize(self, body: object) -> Response:
@@ -250,7 +256,8 @@ class Api:
                 f"got {shown(ids)}",
                 param="tokens",
             )
-        return JSONResponse({"prompt": text_of(ids, llm.tokenizer)})
+        decode = partial(text_of, ids, llm.tokenizer)
+        return JSONResponse({"prompt": decode() if len(ids) <= AT_ONCE else await asyncio.to_thread(decode)})
 
     async def tokenizer_info(self, request: HttpRequest) -> Response:
         """`GET /tokenizer_info`: the special tokens and the chat template, as in vLLM."""
@@ -262,6 +269,10 @@ class Api:
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are taken and steps succeed."""
         return Response(status_code=200 if await self.llm.works() else 503)
+
+    async def version(self, request: HttpRequest) -> Response:
+        """`GET /version`, as in vLLM."""
+        return JSONResponse({"version": VERSION})
 
     async def metrics(self, request: HttpRequest) -> Response:
         """`GET /metrics`, for Prometheus."""
@@ -310,7 +321,14 @@ class Api:
                     if event.output is not None:
                         outputs[request.index] = event.output
         order = range(len(requests))
-        return JSONResponse(answer.whole([outputs[i] for i in order], [tokens[i] for i in order], scores))
+        ended = [outputs[i] for i in order]
+        if all("error" in output for output in ended):
+            returned(ended)
+        whole = answer.whole(ended, [tokens[i] for i in order], scores)
+        for choice, output in zip(whole["choices"], ended, strict=True):
+            if "error" in output:
+                choice |= error_body(output["error"])
+        return JSONResponse(whole)
 
     async def _scores(self, requests: list[Request], count: int) -> list[PromptLogprobs]:
         try:
@@ -322,24 +340,21 @@ class Api:
         """Make a request per answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""
         try:
             prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
-            checked = self.llm.llm.requests(prompts, ask.params)
+            return self.llm.llm.requests(prompts, ask.params)
         except GrammarError as error:
             if ask.tools is not None:
                 raise RequestError(ask.tools.explain(error), param="tools") from None
-            raise RequestError(str(error), param="structured_outputs") from None
+            message = str(error).replace("structured_outputs", ask.form_field, 1)
+            raise RequestError(message, param=ask.form_field) from None
         except ValueError as error:
-            raise refused_prompt(error, "messages" if ask.is_chat else "prompt") from None
-        if ask.n == 1:
-            return checked
-        return [
-            replace(request, index=request.index * ask.n + i, seed=(request.seed + i) % 2**64)
-            for request in checked
-            for i in range(ask.n)
-        ]
+            raise self._refused(error, "messages" if ask.is_chat else "prompt") from None
 
     def _chat_ids(self, messages: list, template_kwargs: Mapping[str, Any] | None) -> list[int]:
         arguments = {**self.chat.template_kwargs, **(template_kwargs or {})}
         return self.llm.llm.chat_prompts([messages], arguments)[0]
+
+    def _refused(self, error: ValueError, param: str) -> RequestError:
+        return refused_prompt(error, param, self.llm.llm.max_model_len)
 
     def _card(self) -> dict[str, Any]:
         length = self.llm.llm.max_model_len

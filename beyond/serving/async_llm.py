@@ -23,10 +23,13 @@ from typing import cast
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News, T
 from beyond.serving.metrics import RequestMetrics, engine_numbers
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
-from beyond.serving.scoring import PromptLogprobs, check_can_score, groups, score_prompts
-from stage_a_naive.contract.outputs import GenerationOutput, Request
+from beyond.serving.scoring import groups, score_prompts
+from stage_a_naive.contract.logprobs import PromptLogprobs
+from stage_a_naive.contract.outputs import GenerationOutput, Request, returned
+from stage_a_naive.contract.requests import only_answer
 from stage_a_naive.entrypoints.frontend import Prompts
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.scoring import check_can_score
 from stage_e_batching.calls import Calls
 from stage_e_batching.calls.mailbox import Event
 from stage_e_batching.llm import LLM
@@ -34,7 +37,7 @@ from stage_e_batching.llm import LLM
 TRIAL_SECONDS = 5  # for one token of an idle engine
 AGAIN_SECONDS = 0.02  # between two looks for free blocks
 ANSWER_SECONDS = 1.0  # for the engine's numbers, which it tells between two steps
-STALL_SECONDS = 60.0  # an engine that has been silent for this long is not healthy
+HEALTH_SECONDS = 60.0  # an engine that has been silent for this long is not healthy
 
 
 class QueueFull(Exception):
@@ -53,15 +56,15 @@ class Stream(Call):
         self.num_unfinished = len(requests)
         self._llm = llm
         self._news: list[tuple[Request, Event]] = []
-        self._error: Exception | None = None  # what ended a request; told behind the news that came before it
+        self._error: Exception | None = None  # what ended the engine's work; told behind the news that came before it
         self._arrived: asyncio.Future[None] | None = None  # while the reader waits
 
     def put(self, request: Request, event: Event) -> None:
         """Take in what the engine tells about a request."""
         self.num_unfinished -= event.output is not None or event.error is not None
-        if self._error is None:
+        if event.output is None and self._error is None:
             self._error = event.error
-        if self._error is None:
+        if self._error is None:  # what ends one request alone is told with its output
             self._news.append((request, event))
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
@@ -76,7 +79,7 @@ class Stream(Call):
         return self
 
     async def __anext__(self) -> list[tuple[Request, Event]]:
-        """Return the next events; those before an error first. Raises what ended a request."""
+        """Return the next events, also those of requests that failed. Raises an error of the engine, behind them."""
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -96,10 +99,12 @@ class AsyncLLM:
     Args:
         llm: the engine; it runs in a thread of this process, or, given a `RemoteLLM`, in a process of its own.
         max_queue: requests that may wait beside those that fill the engine's batch slots.
+        health_seconds: that the engine may be silent for and still count as healthy.
     """
 
-    def __init__(self, llm: LLM | RemoteLLM, max_queue: int = 256) -> None:
+    def __init__(self, llm: LLM | RemoteLLM, max_queue: int = 256, health_seconds: float = HEALTH_SECONDS) -> None:
         self.llm = llm
+        self.health_seconds = health_seconds
         self.max_unfinished = llm.options.max_num_seqs + max_queue
         self.num_unfinished = 0
         self.draining = False
@@ -154,24 +159,26 @@ class AsyncLLM:
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[GenerationOutput]:
-        """Complete prompts, as `llm.generate` does. Cancel it, and the requests are dropped."""
+        """Complete prompts, as `llm.generate` does, errors too. Cancel it, and the requests are dropped."""
         requests = await asyncio.to_thread(self.llm.requests, prompts, sampling_params)
         outputs: dict[int, GenerationOutput] = {}
         with self.submit(requests) as stream:
             async for news in stream:
                 outputs |= {request.index: event.output for request, event in news if event.output is not None}
-        return [outputs[request.index] for request in requests]
+        return returned([outputs[request.index] for request in requests])
 
     async def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[str]:
         """Complete one prompt, yielding pieces of text as they become known. Close it to drop the request."""
-        [request] = await asyncio.to_thread(self.llm.requests, [prompt], sampling_params)
+        request = only_answer(await asyncio.to_thread(self.llm.requests, [prompt], sampling_params))
         with self.submit([request]) as stream:
             async for news in stream:
                 for _, event in news:
                     if event.text:
                         yield event.text
+                    if event.error is not None:
+                        raise event.error
 
     async def score(self, prompts: list[list[int]], count: int) -> list[PromptLogprobs]:
         """Compute the log-probability of every token of some prompts, and of the `count` likeliest in its place.
@@ -204,23 +211,29 @@ class AsyncLLM:
             with suppress(Exception):  # the step's, which then is the new failure
                 async with asyncio.timeout(TRIAL_SECONDS):
                     await self.generate([[0]], SamplingParams(max_tokens=1))
-        with suppress(Exception):  # the engine is closed, which is seen below
-            await self.numbers()
-        return not self.draining and self.engine_loop.failure is None and self.silence < STALL_SECONDS
+        self.ask()
+        return not self.draining and self.engine_loop.failure is None and self.silence < self.health_seconds
 
-    async def numbers(self) -> dict[str, float]:
-        """Return the engine's gauges and totals; if it does not answer soon, those that it told last.
+    def ask(self) -> None:
+        """Ask the engine for its numbers, unless it still owes an answer. It gives one between two steps.
 
-        An engine answers between two steps. One whose process is stopped, or whose kernel never ends, does not.
-
-        Raises:
-            EngineClosed: there is no engine any more.
+        A server asks once a second, so that a process that was stopped, or a kernel that never ends, is noticed.
         """
         if self._question is None or self._question.done():
             self._asked = time.perf_counter()
             self._question = asyncio.ensure_future(self._call(engine_numbers))
+            self._question.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be closed
+
+    async def numbers(self) -> dict[str, float]:
+        """Return the engine's gauges and totals; if it does not answer soon, those that it told last.
+
+        Raises:
+            EngineClosed: there is no engine any more.
+        """
+        self.ask()
+        assert self._question is not None
         with suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(max(0.0, ANSWER_SECONDS - self.silence)):
                 self._numbers = await asyncio.shield(self._question)
         return self._numbers | {"engine_silent_seconds": self.silence}
 

@@ -83,10 +83,12 @@ def serve_engine(commands: Connection, news: Connection, ready: threading.Event)
     engine, options = commands.recv()
     from beyond.serving.piped_loop import PipedLoop  # here: PyTorch takes seconds, in which the other process may end
     from beyond.serving.wire import READY, REFUSED, About
+    from beyond.structured.compose import constrain
     from stage_a_naive.contract.errors import one_line
 
     try:
         llm = load_class(engine)(**options)
+        constrain(llm)
     except (ValueError, OSError, MemoryError, ImportError) as error:  # what a user can cause
         news.send((REFUSED, one_line(error)))
         return 2

@@ -91,6 +91,10 @@ class EventStream:
         try:
             async for news in self._stream:
                 frames = list(self._frames(news))
+                errors = [output["error"] for output in self._outputs.values() if "error" in output]
+                if len(errors) == self._answer.num_choices:
+                    await send_on(b"".join(frames))
+                    raise errors[0]
                 has_ended = len(self._outputs) == self._answer.num_choices
                 if has_ended:
                     frames += self._last_frames()
@@ -105,17 +109,21 @@ class EventStream:
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
         """Yield a server-sent event for every token; the last of an answer carries the reason of its end.
 
-        Where another thread runs the steps, an end may come after its last token was read: then it has an event.
+        Where another thread runs the steps, an end may come after its last token was read: then it has an event. The
+        end of an answer that has failed tells the error; that of the only one is the end of the stream.
         """
         for request, event in news:
-            index, tokens, reason = request.index, event.tokens, None
+            index, tokens, reason, error = request.index, event.tokens, None, None
             if event.output is not None:
-                self._outputs[index], reason = event.output, event.output["finish_reason"]
+                self._outputs[index] = event.output
+            if event.output is not None and (event.error is None or self._answer.num_choices > 1):
+                reason = event.output["finish_reason"]
+                error = event.error and error_body(event.error)
                 *tokens, last = tokens or [None]
             for token in tokens:
                 yield frame(self._answer.chunk(index, token, None))
             if reason is not None:
-                yield frame(self._answer.chunk(index, last, reason))
+                yield frame(self._answer.chunk(index, last, reason, error))
 
     def _last_frames(self) -> Iterator[bytes]:
         if self._include_usage:

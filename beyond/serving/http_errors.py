@@ -22,9 +22,11 @@ from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.protocol import RequestError
 from beyond.serving.request_log import RequestLog, request_id
 from stage_a_naive.contract.errors import PromptTooLong
+from stage_a_naive.contract.params import RULES
 from stage_a_naive.contract.structured_outputs import GrammarError
 
 RETRY_SECONDS = 1  # clients wait longer by themselves after every refusal
+OTHER_MODELS = ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify")
 CLIENT_GONE = 499  # nginx's word for it
 
 
@@ -49,11 +51,14 @@ def as_request_error(error: Exception) -> RequestError:
     return RequestError(f"the server failed ({type(error).__name__}); its log says how", 500, code="internal_error")
 
 
-def refused_prompt(error: ValueError, param: str) -> RequestError:
-    """Turn what the engine finds wrong with a prompt or a bias into the refusal of the field that brought it."""
-    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-    message = str(error).removeprefix("conversation 0: ")  # a request has one
-    return RequestError(message, param="logit_bias" if message.startswith("logit_bias") else param, code=code)
+def refused_prompt(error: ValueError, param: str, max_model_len: int) -> RequestError:
+    """Turn what the engine finds wrong with a prompt or its parameters into the refusal of that field."""
+    code, message = None, str(error).removeprefix("conversation 0: ")  # a request has one
+    if isinstance(error, PromptTooLong):  # OpenAI's words: by them LiteLLM knows when to take a model with more room
+        code = "context_length_exceeded"
+        message = f"This model's maximum context length is {max_model_len} tokens: {message}"
+    first = message.partition(" ")[0]
+    return RequestError(message, param=first if first in RULES else param, code=code)
 
 
 def error_body(error: Exception) -> dict[str, Any]:
@@ -120,7 +125,12 @@ class App(Router):
 
 def _refused_by_router(scope: Scope, error: HTTPException) -> JSONResponse:
     """Answer with the router's own refusals: no such path, or another method."""
-    message = f"{scope['method']} {scope['path']}: {error.detail.lower()}"
-    response = error_response(RequestError(message, error.status_code))
+    message, code = f"{scope['method']} {scope['path']}: {error.detail.lower()}", None
+    if scope["path"] in OTHER_MODELS:
+        message = (
+            f"{scope['path']} needs a model for embeddings or ranking; this server's generates text, so ask another"
+        )
+        code = "unsupported_endpoint"
+    response = error_response(RequestError(message, error.status_code, code=code))
     response.headers.update(error.headers or {})
     return response

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 from starlette.requests import Request as HttpRequest
@@ -39,9 +40,10 @@ MEDIA_TYPES[".md"] = "text/plain"  # a browser would offer Markdown for download
 # The browser loads nothing from elsewhere, runs no script but the page's own, and shows it in no other site's frame.
 HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'", "Cache-Control": "no-cache"}
 PICTURE_SECONDS = 0.05
+SILENT_SECONDS = 2  # after which the page is told that there is no picture
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = (  # that the page's words lead to
-    "GLOSSARY.md", "beyond/serving/page.md", "beyond/speculation/README.md", "beyond/structured/README.md",
+    "docs/glossary.md", "beyond/serving/page.md", "beyond/speculation/README.md", "beyond/structured/README.md",
     "stage_d_paged/README.md", "stage_e_batching/README.md", "stage_e_batching/README.zh-CN.md",
 )  # fmt: skip
 
@@ -109,6 +111,11 @@ class LiveView:
         head = {"model": self._api.model, "engine": self._api.llm.engine_name, "paused": self.loop.paused}
         return as_json(head | self.failure() | described)
 
+    @property
+    def silence(self) -> float:
+        """For how many seconds the engine has owed an answer."""
+        return self._api.llm.silence
+
     def failure(self) -> dict[str, str]:
         """Return what broke the last step off, or ended the engine's process; "" if nothing did."""
         return {"failure": one_line(self.loop.failure) if self.loop.failure else ""}
@@ -135,9 +142,13 @@ class PictureStream:
         sent: list[str] = []
         with suppress(EngineClosed):
             while not self._view.loop.closed:
-                events = [await self._view.picture()]
-                if self._chosen is not None:
-                    events.append(await self._view.table(self._chosen))
+                try:
+                    async with asyncio.timeout(SILENT_SECONDS):
+                        events = [await self._view.picture()]
+                        if self._chosen is not None:
+                            events.append(await self._view.table(self._chosen))
+                except TimeoutError:  # a step takes long, or the engine's process is stopped
+                    events = [as_json({"silent": ceil(max(SILENT_SECONDS, self._view.silence))})]
                 for event in events:
                     if event not in sent:
                         await send({"type": "http.response.body", "body": frame(event), "more_body": True})

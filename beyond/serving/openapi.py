@@ -6,6 +6,7 @@ messages say more than a model's; a test compares the two.
 
 from __future__ import annotations
 
+from functools import cache
 from html import escape
 from typing import Any, Literal
 
@@ -57,9 +58,14 @@ class Shared(BaseModel):
     presence_penalty: float | None = _sampling("presence_penalty")
     frequency_penalty: float | None = _sampling("frequency_penalty")
     logit_bias: dict[str, float] | None = _sampling("logit_bias")
+    bad_words: list[str] | None = _sampling("bad_words")
+    allowed_token_ids: list[int] | None = _sampling("allowed_token_ids")
+    min_tokens: int | None = _sampling("min_tokens")
     stop: str | list[str] | None = _sampling("stop")
     stop_token_ids: list[int] | None = _sampling("stop_token_ids")
+    include_stop_str_in_output: bool | None = _field("leave the stop string in the text")
     ignore_eos: bool | None = _field("go on behind the model's end of sequence")
+    skip_special_tokens: bool | None = _field("false writes special tokens into the text")
     seed: int | None = _field("makes sampled tokens reproducible")
     response_format: dict[str, Any] | None = _field("text, json_object or json_schema: the form of the answer")
     structured_outputs: dict[str, Any] | None = _field("json, regex, choice, grammar or json_object, as in vLLM")
@@ -88,7 +94,7 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """A message of a conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
 
 
@@ -136,10 +142,13 @@ ENDPOINTS: tuple[tuple[str, str, type[BaseModel] | None, str], ...] = (
     ("post", "/detokenize", DetokenizeRequest, "Token ids to text"),
     ("get", "/tokenizer_info", None, "The special tokens and the chat template"),
     ("get", "/health", None, "200 while requests are taken and steps succeed"),
+    ("get", "/ping", None, "The same"),
+    ("get", "/version", None, "The version of the engines"),
     ("get", "/metrics", None, "Metrics for Prometheus"),
 )
 
 
+@cache  # it takes long enough to be noticed by others
 def describe_api() -> dict[str, Any]:
     """Return the description of the API in OpenAPI 3.1."""
     place, paths = "#/components/schemas/{model}", {}

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from beyond.serving.defaults import keep_all_if_negative
-from beyond.serving.tools import HERMES, ToolFormat, Tools, for_template, parse_tools
+from beyond.serving.tools import HERMES, ToolFormat, Tools, parse_tools
+from stage_a_naive.chat import for_template
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.params import SamplingParams, as_integer
 
@@ -56,7 +57,8 @@ class Limits:
         prompts: in one request.
         n: answers per prompt.
         stops: stop strings, which are looked for after every token; stop token ids.
-        biases: tokens with a bias.
+        words: bad words, likewise.
+        biases: tokens with a bias; allowed tokens.
         logprobs: alternatives per token.
     """
 
@@ -65,6 +67,7 @@ class Limits:
     prompts: int = 64
     n: int = 16
     stops: int = 16
+    words: int = 128
     biases: int = 1024
     logprobs: int = 20
 
@@ -76,7 +79,6 @@ class Ask:
     Attributes:
         prompts: texts or lists of token ids, or one conversation (a list of messages) for a chat.
         params: how to sample; the same for all answers but for the seed.
-        n: answers per prompt.
         streams: whether the client wants tokens as they come.
         include_usage: whether a stream ends with the numbers of tokens.
         continuous_usage: whether every event of a stream has those so far.
@@ -86,11 +88,11 @@ class Ask:
         template_kwargs: arguments of the chat template.
         generates: whether an answer has tokens of its own; else only the prompts are asked about.
         tools: which the model may call; None if it knows of none.
+        form_field: the field that asks for a form, for errors.
     """
 
     prompts: list
     params: SamplingParams
-    n: int
     streams: bool
     include_usage: bool
     continuous_usage: bool
@@ -100,6 +102,12 @@ class Ask:
     template_kwargs: Mapping[str, Any] | None = None
     generates: bool = True
     tools: Tools | None = None
+    form_field: str = "structured_outputs"
+
+    @property
+    def n(self) -> int:
+        """Answers per prompt."""
+        return self.params.n
 
     @property
     def scored(self) -> int | None:
@@ -117,13 +125,18 @@ SAMPLING = {
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
     "stop",
     "stop_token_ids",
+    "include_stop_str_in_output",
     "ignore_eos",
+    "skip_special_tokens",
     "seed",
     "max_tokens",
 }
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 WHO_ASKS = {"user", "safety_identifier", "prompt_cache_key"}
 FORMS = {"response_format", "structured_outputs"}  # that answers must have
 SHARED = SAMPLING | WHO_ASKS | FORMS | {"model", "n", "stream", "stream_options", "logprobs"}
@@ -183,7 +196,7 @@ def parse_completion(body: object, limits: Limits, defaults: Mapping[str, float]
     if not generates:
         fields["max_tokens"] = 1  # for the checks; nothing is sampled
     params = _sampling_params(fields, limits, count, {**(defaults or {}), "max_tokens": 16})
-    ask = _ask(_prompts(fields.get("prompt"), limits), fields, params, limits, is_chat=False)
+    ask = _ask(_prompts(fields.get("prompt"), limits), fields, params, is_chat=False)
     if asks_of_prompts and ask.streams:
         name = "echo" if echo else "prompt_logprobs"
         raise RequestError(f'{name} is not supported with "stream": true', param=name, code="unsupported_parameter")
@@ -231,7 +244,7 @@ def parse_chat(
             raise RequestError(
                 f"the role of a message is one of {', '.join(ROLES)}, got {shown(role)}", param="messages"
             )
-    ask = _ask([conversation(fields["messages"])], fields, params, limits, is_chat=True)
+    ask = _ask([conversation(fields["messages"])], fields, params, is_chat=True)
     arguments = template_kwargs(fields)
     if tools is not None:
         if "tools" in (arguments or {}):
@@ -256,11 +269,17 @@ def _tools(body: Any, fields: dict[str, Any], tool_format: ToolFormat | None) ->
 
 
 def conversation(messages: list) -> list:
-    """Return messages as chat templates expect them; `RequestError` for calls of tools that are not what they say."""
+    """Return messages as chat templates expect them: they know OpenAI's `developer` as `system`.
+
+    Raises:
+        RequestError: calls of tools are not what they say.
+    """
     try:
-        return for_template(messages)
+        listed = for_template(messages)
     except ValueError as error:
         raise _refused_field(error) from None
+    is_developers = [isinstance(message, dict) and message.get("role") == "developer" for message in listed]
+    return [one | {"role": "system"} if is_it else one for one, is_it in zip(listed, is_developers, strict=True)]
 
 
 def _refused_field(error: ValueError) -> RequestError:
@@ -292,8 +311,7 @@ def check_fields(body: object, known: set[str]) -> dict[str, Any]:
     return fields
 
 
-def _ask(prompts: list, fields: Mapping[str, Any], params: SamplingParams, limits: Limits, is_chat: bool) -> Ask:
-    n = _integer(fields, "n", 1, limits.n) or 1
+def _ask(prompts: list, fields: Mapping[str, Any], params: SamplingParams, is_chat: bool) -> Ask:
     streams = boolean(fields, "stream")
     try:
         options = check_fields(fields.get("stream_options", {}), {"include_usage", "continuous_usage_stats"})
@@ -302,14 +320,23 @@ def _ask(prompts: list, fields: Mapping[str, Any], params: SamplingParams, limit
         raise RequestError(f"stream_options: {error}", param="stream_options", code=error.code) from None
     if (include_usage or continuous_usage) and not streams:
         raise RequestError('stream_options needs "stream": true', param="stream_options")
-    return Ask(prompts, params, n, streams, include_usage, continuous_usage, is_chat)
+    form_field = "response_format" if "response_format" in fields else "structured_outputs"
+    return Ask(prompts, params, streams, include_usage, continuous_usage, is_chat, form_field=form_field)
 
 
 def _sampling_params(
     fields: Mapping[str, Any], limits: Limits, logprobs: int | None, defaults: Mapping[str, float]
 ) -> SamplingParams:
-    boolean(fields, "ignore_eos")
-    for name, most in (("stop", limits.stops), ("stop_token_ids", limits.stops), ("logit_bias", limits.biases)):
+    most_entries = {
+        "stop": limits.stops,
+        "stop_token_ids": limits.stops,
+        "bad_words": limits.words,
+        "logit_bias": limits.biases,
+        "allowed_token_ids": limits.biases,
+    }
+    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        boolean(fields, name)
+    for name, most in most_entries.items():
         values = fields.get(name)
         if isinstance(values, dict) and name != "logit_bias":  # which would be read as the list of its names
             raise RequestError(f"{name} must be a list, got {shown(values)}", param=name)
@@ -319,8 +346,9 @@ def _sampling_params(
     values = {**defaults, **given}
     if (seed := _integer(fields, "seed", -(2**63), 2**64 - 1)) is not None:  # OpenAI's are signed; the engine's are not
         values["seed"] = seed % 2**64
+    n = _integer(fields, "n", 1, limits.n) or 1
     try:
-        return SamplingParams(**values, logprobs=logprobs, structured_outputs=_structured_outputs(fields))
+        return SamplingParams(**values, n=n, logprobs=logprobs, structured_outputs=_structured_outputs(fields))
     except ValueError as error:  # its first word is the name of the field
         name, _, rest = str(error).partition(" ")
         if name == "max_tokens" and "max_completion_tokens" in fields:

@@ -23,6 +23,7 @@ from beyond.serving.engine_loop import CLOSED, Call, EngineClosed, News, T, new_
 from beyond.serving.engine_process import END_SECONDS, EngineProcess, load_class
 from beyond.serving.wire import READY, RESULT, pack_commands, take_messages, unpack_event
 from beyond.structured.checks import check_structured_outputs
+from beyond.structured.grammars import Grammars
 from stage_a_naive.contract.errors import PromptTooLong, one_line
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.entrypoints.frontend import Frontend
@@ -66,8 +67,7 @@ class RemoteLLM(Frontend):
         self.vocab_size, self.max_model_len = about.vocab_size, about.max_model_len
         self.device, self.dtype = about.device, about.dtype
         self._longest_prompt = about.longest_prompt
-        grammars_class = getattr(engine_class, "grammars_class", None)  # of engines with constrained decoding
-        self._grammars = None if grammars_class is None else grammars_class(self.source, self.vocab_size)
+        self._grammars = Grammars(self.source, self.vocab_size)  # every engine in another process has that part
 
     def _request(self, *given: Any) -> Request:
         request = super()._request(*given)
@@ -80,10 +80,7 @@ class RemoteLLM(Frontend):
         return request
 
     def _check_structured_outputs(self, *given: Any) -> None:
-        if self._grammars is None:
-            super()._check_structured_outputs(*given)
-        else:
-            check_structured_outputs(self._grammars, *given)
+        check_structured_outputs(self._grammars, *given)
 
 
 class RemoteLoop:

@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import ceil
 from types import FrameType
-from typing import Any
+from typing import cast
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -21,7 +22,8 @@ from starlette.types import ASGIApp
 
 from beyond.serving.address import listen
 from beyond.serving.app import Api
-from beyond.serving.async_llm import AsyncLLM
+from beyond.serving.async_llm import HEALTH_SECONDS, AsyncLLM
+from beyond.serving.connection import Connection
 from beyond.serving.live_view import LiveView
 from beyond.serving.protocol import Limits
 from beyond.serving.reasoning import ChatOptions
@@ -45,7 +47,6 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, llm: AsyncLLM, deadline: float, read_seconds: float) -> None:
         super().__init__(config)
         self._read_seconds = read_seconds
-        self._silent: dict[Any, tuple[object, float]] = {}  # by connection: its last request, and since when no other
         self._llm, self._deadline = llm, deadline
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Task[None] | None = None
@@ -71,19 +72,11 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections that have brought no request for `read_seconds`. uvicorn calls this ten times a second."""
+        """Once a second, look whether clients and the engine are silent. uvicorn calls this ten times a second."""
         if counter % 10 == 0:
-            before, now = self._silent, time.perf_counter()
-            self._silent = {}
-            connections: list[Any] = list(self.server_state.connections)  # all are of uvicorn's HTTP/1 protocol
-            for connection in connections:
-                request = connection.cycle
-                if request is not None and not request.response_complete:
-                    continue
-                last, since = before.get(connection, (request, now))
-                self._silent[connection] = request, (since if last is request else now)
-                if now - self._silent[connection][1] > self._read_seconds:
-                    connection.transport.close()
+            self._llm.ask()
+            for connection in list(self.server_state.connections):
+                cast("Connection", connection).close_if_silent(time.perf_counter(), self._read_seconds)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -133,6 +126,7 @@ async def serve(
     write_log: Callable[[str], None] | None = None,
     chat: ChatOptions | None = None,
     tool_call_parser: str = "auto",
+    health_seconds: float = HEALTH_SECONDS,
     on_ready: Callable[[Server, int], None] | None = None,
 ) -> None:
     """Serve an engine over HTTP until a signal ends it. The arguments not named here are those of `Api`.
@@ -144,6 +138,7 @@ async def serve(
         page: whether there is the live page at `/`, with its buttons that pause the engine for everybody.
         max_connections: open at a time; further ones get 503.
         origins: whose pages a browser lets ask (CORS).
+        health_seconds: that the engine may be silent for and still count as healthy.
         on_ready: called with the server and its port when it listens.
 
     Raises:
@@ -151,20 +146,24 @@ async def serve(
         EngineDied: the engine's process did, which has ended the server.
     """
     listening = listen(host, port)  # before the engine's thread begins
-    async_llm = AsyncLLM(llm, max_queue)
+    async_llm = AsyncLLM(llm, max_queue, health_seconds)
     parts = write_log, chat, tool_call_parser
-    api = Api(async_llm, model, limits or Limits(), api_key, defaults or {}, hosts, *parts)
+    limits = limits or Limits()
+    api = Api(async_llm, model, limits, api_key, defaults or {}, hosts, *parts)
     view = LiveView(api) if page else None
     config = uvicorn.Config(
         with_origins(api.app(view.routes() if view else ()), origins),
-        log_level="warning",
+        http=Connection,
+        ws="none",  # its protocol would be another class of connections
+        timeout_keep_alive=ceil(limits.read_seconds),
+        log_level="error",  # its warnings are about what clients send, which they are told
         access_log=False,
         lifespan="off",
         limit_concurrency=max_connections,
         proxy_headers=False,  # nobody asks who a client is
         timeout_graceful_shutdown=CLOSING_SECONDS + HANDLER_SECONDS,
     )
-    server = Server(config, async_llm, deadline, api.limits.read_seconds)
+    server = Server(config, async_llm, deadline, limits.read_seconds)
     if isinstance(async_llm.engine_loop, RemoteLoop):
         async_llm.engine_loop.on_death = server.end_now
     if on_ready is not None:

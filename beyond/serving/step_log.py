@@ -7,7 +7,7 @@ off the queues between two steps, where nothing changes, and only while a page i
 from __future__ import annotations
 
 from collections import Counter, deque
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from stage_e_batching.calls import Calls
@@ -174,11 +174,17 @@ def _why(scheduler: Scheduler) -> dict[str, Any] | None:
 
 
 def _pool(scheduler: Scheduler, running: list[BatchSequence]) -> dict[str, Any]:
-    """List the blocks of the pool, or every n-th of a large one.
+    """Count the blocks of the pool, and list them, or every n-th of a large one.
 
     Each is `FREE`, `CACHED`, or [number of owners, batch slots of the first few].
     """
     manager = scheduler.block_manager
+    users = Counter(chain.from_iterable(sequence.block_table for sequence in running))
+    num_shared = sum(count > 1 for count in users.values())
+    num_with_content = manager.num_blocks - manager._contents.count(None)
+    num_cached = num_with_content - sum(manager.is_cached(block) for block in users)
+    count = {"free": manager.num_free - num_cached, "cached": num_cached}
+    count |= {"owned": manager.num_used - num_shared, "shared": num_shared}
     stride = -(-manager.num_blocks // MOST_BLOCKS)
     owners: dict[int, list[int]] = {}
     for sequence in running:
@@ -188,11 +194,11 @@ def _pool(scheduler: Scheduler, running: list[BatchSequence]) -> dict[str, Any]:
     shown = range(0, manager.num_blocks, stride)
     found = {block: [len(slots), *slots[:MOST_OWNERS]] for block, slots in owners.items()}
     blocks = [found.get(block) or (CACHED if manager.is_cached(block) else FREE) for block in shown]
-    return {"every_nth_block": stride, "blocks": blocks}
+    return {"count": count, "every_nth_block": stride, "blocks": blocks}
 
 
 def _summary(sequence: BatchSequence) -> dict[str, Any]:
-    assert sequence.output is not None  # it ended well
+    assert sequence.output is not None  # it was not aborted
     metrics = sequence.output["metrics"]
     return {
         "id": sequence.request_id,

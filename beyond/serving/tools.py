@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from beyond.structured.grammars import WHITE_SPACE
-from beyond.structured.schemas import first_refused
+from beyond.structured.schemas import Refused, first_refused, prepare
 from stage_a_naive.contract.errors import shown
 
 MOST_TOOLS = 128
@@ -153,7 +153,7 @@ def parse_tools(body: Mapping[str, Any], form: ToolFormat | None) -> Tools | Non
     several = parallel is not False and not isinstance(choice, dict)
     grammar = None
     if constrained:
-        calls = {names[i]: schema for i, schema in schemas.items()}
+        calls = {names[i]: _prepared(schema, i) for i, schema in schemas.items()}
         grammar = write_grammar(calls, form, must_call=chosen is not None, several=several)
     for_prompt = [{"type": "function", "function": function} for function in functions]
     return Tools(for_prompt, form, grammar, schemas, several)
@@ -200,6 +200,14 @@ def _arguments(function: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {"type": "object", **closed, **schema}
 
 
+def _prepared(schema: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """Write the schema of a function's arguments for a grammar."""
+    prepared = prepare(schema, WHITE_SPACE)
+    if isinstance(prepared, Refused):
+        raise ValueError(f"tools[{i}].function.parameters{prepared.pointer} cannot be compiled: {prepared.reason}")
+    return prepared
+
+
 def write_grammar(calls: Mapping[str, Mapping[str, Any]], form: ToolFormat, *, must_call: bool, several: bool) -> str:
     """Write the grammar of answers that call tools, in the library's dialect of Lark.
 
@@ -218,8 +226,7 @@ def write_grammar(calls: Mapping[str, Mapping[str, Any]], form: ToolFormat, *, m
     for i, (name, schema) in enumerate(calls.items()):
         before = f"{form.space}{json.dumps({'name': name})[:-1]}, {json.dumps(form.key)}: "
         lines.append(f"call_{i}: {json.dumps(before)} arguments_{i} {json.dumps('}' + form.space)}")
-        bounded = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-        lines.append(f"arguments_{i}: %json {json.dumps(bounded)}")
+        lines.append(f"arguments_{i}: %json {json.dumps(schema)}")
     return "\n".join(lines)
 
 
@@ -232,39 +239,3 @@ def _text_rules(form: ToolFormat) -> list[str]:
     elif form.opening:  # ends with the first opening; such a rule is one expression, so it can have no tokens
         rules.append(f"opened[lazy]: TEXT {form.quote(form.opening)}")
     return rules
-
-
-def for_template(messages: list) -> list:
-    """Return a conversation as templates expect it: text in every message, and the arguments of calls as objects.
-
-    Raises:
-        ValueError: a message's calls are not what an answer has; its first word is the field.
-    """
-    return [_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _for_template(message: object, where: str) -> object:
-    if not isinstance(message, dict) or message.get("tool_calls") is None:
-        return message
-    calls = message["tool_calls"]
-    if message.get("role") != "assistant" or not isinstance(calls, list):
-        raise ValueError(f"{where}.tool_calls must be a list, in a message of the assistant, got {shown(calls)}")
-    if not calls:  # as none
-        return {name: value for name, value in message.items() if name != "tool_calls"}
-    content = "" if message.get("content") is None else message["content"]
-    read = [_call_for_template(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return {**message, "content": content, "tool_calls": read}
-
-
-def _call_for_template(call: object, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f'{where} must be {{"id": …, "type": "function", "function": {{…}}}}, got {shown(call)}')
-    arguments = function.get("arguments")
-    try:
-        read = json.loads(arguments) if isinstance(arguments, str) else None
-    except (ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict):
-        raise ValueError(f"{where}.function.arguments must be the JSON text of an object, got {shown(arguments)}")
-    return {**call, "function": {**function, "arguments": read}}

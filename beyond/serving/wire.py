@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from beyond.serving.engine_loop import EngineClosed, News
+from stage_a_naive.contract.structured_outputs import GrammarError
 from stage_e_batching.calls.mailbox import Event, Token
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def pack_news(now: float, failure: Exception | None, news: News) -> bytes:
             rows.append((request.index, tokens[0].token_id, tokens[0].text))
         else:
             error = broken if error is failure else error and portable(error)
+            if output is not None and error is not None:
+                output = output | {"error": error}
             rows.append((request.index, [tuple(token) for token in tokens], output, error))
     return pickle.dumps((NEWS, now, broken, rows), pickle.HIGHEST_PROTOCOL)
 
@@ -110,11 +113,11 @@ def pack_result(number: int, done: Future) -> bytes:
 def portable(error: BaseException) -> BaseException:
     """Rebuild an error as the other process can raise and log it, with its traceback as a note.
 
-    An error of any class but Python's own and `EngineClosed` crosses as text: the other process might not be able to
-    import the class, and could not read on.
+    An error of any class but Python's own, `EngineClosed` and `GrammarError` crosses as text: the other process might
+    not be able to import the class, and could not read on.
     """
     copy: BaseException = RuntimeError(f"{type(error).__name__}: {error}")
-    if type(error).__module__ == "builtins" or isinstance(error, EngineClosed):
+    if type(error).__module__ == "builtins" or isinstance(error, (EngineClosed, GrammarError)):
         with suppress(Exception):  # it may hold what cannot be pickled
             copy = pickle.loads(pickle.dumps(error))
     copy.__notes__ = ["in the engine's process:\n" + "".join(traceback.format_exception(error))]

@@ -18,8 +18,8 @@ import numpy as np
 
 from beyond.options import Options
 from beyond.speculation.sequence import SpeculativeSequence
+from stage_e_batching.parts import InFlight
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.head import InFlight
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import StepInput
@@ -104,9 +104,7 @@ class ModelDrafter:
 
     def _launch_known(self, sequences: list[SpeculativeSequence], new: list[SpeculativeSequence]) -> InFlight:
         """Run the tokens that the small model has not seen, in chunks where they are many; sample after the last."""
-        step = self._step(sequences)
-        step.admitted, step.grown = new, sequences
-        self._runner.admit(step)
+        self._runner.launch(ScheduledStep(0, 0.0, admitted=new, grown=sequences))  # runs nothing yet
         share = self._max_num_batched_tokens // len(sequences)
         while behind := [s for s in sequences if _num_unseen(s) > share]:
             step = self._step(behind)

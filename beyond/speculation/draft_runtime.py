@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from functools import partial
+
 import torch
 
 from beyond.options import Options
@@ -9,6 +13,7 @@ from beyond.speculation.draft_model import FollowingBatch, ModelDrafter
 from beyond.structured.constraints import Constraints
 from stage_a_naive.checkpoints.loading import ModelSource, resolve
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_d_paged.attention import BackendUnavailable
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
@@ -54,9 +59,18 @@ def find_draft(name: str | None, model: str, runtime: Runtime, num_tokens: int) 
 
 
 def load_draft(source: ModelSource, options: Options, runtime: Runtime, dtype: torch.dtype, seed: int) -> Runtime:
-    """Load the small model, whole and in 16 bits, on the device of the large one or of its first rank."""
+    """Load the small model, whole and in 16 bits, on the device of the large one or of its first rank.
+
+    Where the attention backend of the large model cannot serve it, because of the size of its heads, it has another.
+    """
     plain = options.stage_f(kvcache_block_size=runtime.block_size, tensor_parallel_size=1)
-    return load_runtime(source, plain, runtime.device, dtype, seed, patch=choose_layers)
+    load = partial(load_runtime, source, device=runtime.device, dtype=dtype, seed=seed, patch=choose_layers)
+    try:
+        return load(plain)
+    except BackendUnavailable as error:
+        drafting = load(replace(plain, attention_backend="auto"))
+        print(f"draft model: {error}; it runs with {drafting.backend.name!r}", file=sys.stderr)
+        return drafting
 
 
 def make_drafter(drafting: Runtime, kv_cache: KVCache, options: Options, constraints: Constraints) -> ModelDrafter:

@@ -87,6 +87,7 @@ class DraftRows:
         manager.index_computed(sequence)
         if not sequence.num_unsure:
             manager.shrink(sequence)
+            self._scheduler.note_room()
 
     def forget(self) -> None:
         """Drop all drafts."""

@@ -36,13 +36,13 @@ class SpeculativeSequence(BatchSequence):
     memory: Any = None  # what its drafter keeps of it
 
     def __post_init__(self) -> None:
-        """Never draft with penalties, a bias or a replaced sampler.
+        """Never draft with penalties, rules about single tokens or a replaced sampler.
 
         Penalties count the tokens before each row, and a replaced sampler is told of each token once: neither can be
-        run on tokens that may not come. A bias is added where those are.
+        run on tokens that may not come. Rules are applied where those are.
         """
         params = self.request.params
-        if params.needs_penalties or params.logit_bias or self.request.sampling_fn is not None:
+        if params.needs_penalties or params.has_token_rules or self.request.sampling_fn is not None:
             self.resume_at = inf
 
     @property

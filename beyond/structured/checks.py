@@ -25,6 +25,14 @@ REFUSED = (
         lambda params, sampling_fn: params.ignore_eos,
         "an answer ends where its form ends; leave ignore_eos away",
     ),
+    *(
+        Refusal(
+            name,
+            lambda params, sampling_fn, name=name: bool(getattr(params, name)),
+            f"it may forbid what the form needs next; leave {name} away",
+        )
+        for name in ("allowed_token_ids", "bad_words", "min_tokens")
+    ),
     Refusal(
         "llm.sampling_fn",
         lambda params, sampling_fn: sampling_fn is not None,

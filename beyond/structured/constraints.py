@@ -32,10 +32,11 @@ from stage_d_paged.runtime import Runtime
 from stage_e_batching.llm import make_sampler
 from stage_e_batching.options import BatchingOptions
 from stage_e_batching.sampler import Sampler, SamplerInput
-from stage_e_batching.sampler.sampler import Choose
+from stage_e_batching.sampler.sampler import Choose, Penalise
 from stage_e_batching.step import BatchSequence
 
 MOST_THREADS = 8
+FARTHEST = 1e38  # of a score from 0, where penalties may have no bound: a forbidden token's is lower
 
 
 @dataclass(eq=False)
@@ -115,7 +116,13 @@ class Constraints:
         answer.go_on(known[right:])
 
     def choose(
-        self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray, choose: Choose
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        rows: SamplerInput,
+        batch_slots: np.ndarray,
+        choose: Choose,
+        penalise: Penalise | None,
     ) -> dict[int, Exception]:
         """Choose the tokens of rows with a grammar again, into `ids`.
 
@@ -125,6 +132,7 @@ class Constraints:
             rows: what they ask of the sampler.
             batch_slots: of the rows, on the host; a sequence with a draft has a row more for each guess.
             choose: the sampler, which counts nothing.
+            penalise: where a row has penalties. They come before the mask, so that none raises a forbidden token.
 
         Returns:
             why a sequence has no token, by its first row.
@@ -146,7 +154,11 @@ class Constraints:
         answers, masks, failed = self.fill_masks([(answer, len(own)) for answer, own in constrained])
         errors |= {at[row]: error for row, error in failed.items()}
         places, bits = upload([np.array(at), masks], self._device)
-        chosen = choose(forbid(logits.index_select(0, places), bits, self._powers), rows.at(places))
+        scores, own_rows = logits.index_select(0, places), rows.at(places)
+        if penalise is not None:
+            scores = penalise(scores, own_rows.rules).clamp(-FARTHEST, FARTHEST)
+            own_rows = own_rows.without_penalties()
+        chosen = choose(forbid(scores, bits, self._powers), own_rows)
         ids.index_copy_(0, places, chosen)
         self._keep(answers, chosen)
         return errors

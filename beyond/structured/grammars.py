@@ -11,18 +11,26 @@ Compiling takes milliseconds to seconds, so a thread does it. A request waits fo
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
-from beyond.structured.schemas import first_refused
+from beyond.structured.answers import Check, make_check, reason_against
+from beyond.structured.gbnf import GbnfError, gbnf_to_lark, place
+from beyond.structured.patterns import PatternError, check_pattern, scan
+from beyond.structured.schemas import Refused, first_refused, prepare
+from beyond.structured.tokens import library_tokens
 from stage_a_naive.checkpoints.loading import ModelSource, eos_token_ids, load_tokenizer
+from stage_a_naive.contract.outputs import Completion
 from stage_a_naive.contract.structured_outputs import GrammarError, StructuredOutputs
 from stage_d_paged.block_manager import BlockManager
 from stage_e_batching.step import BatchSequence
@@ -36,6 +44,8 @@ COMPILE_SECONDS = 10.0  # that a request waits for its form
 # Between two tokens of JSON: a space, or a new line and an indentation. Where any is allowed, a model may never end.
 WHITE_SPACE = r" |\n {0,8}"
 POLL_SECONDS = 0.01
+# Of Lark: a text, a remark, an expression, a mark by name.
+LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\[\]\s]+>')
 
 
 class Matcher:
@@ -108,6 +118,13 @@ class Masks:
         return errors
 
 
+class Compiled(NamedTuple):
+    """A form, ready for answers."""
+
+    start: LLMatcher  # at the beginning of an answer; to be copied
+    check: Check  # of the text of an answer that has ended
+
+
 class Grammars:
     """The compiled forms of one model.
 
@@ -119,7 +136,7 @@ class Grammars:
     def __init__(self, source: ModelSource, vocab_size: int) -> None:
         self._source, self._vocab_size = source, vocab_size
         self.num_words = -(-vocab_size // 32)  # int32 of a mask
-        self._compiled: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputs, Future[Compiled]] = OrderedDict()
         self._lock = threading.Lock()
 
     @cached_property
@@ -127,15 +144,14 @@ class Grammars:
         return ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     @cached_property
-    def _tokens(self) -> LLTokenizer:
-        try:
-            from llguidance.hf import from_tokenizer
-        except ImportError:
-            raise GrammarError("structured_outputs needs the package llguidance: pip install llguidance") from None
-        tokenizer = load_tokenizer(self._source)
-        return from_tokenizer(tokenizer, self._vocab_size, sorted(eos_token_ids(self._source, tokenizer)))
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self._source)
 
-    def compile(self, form: StructuredOutputs) -> Future[LLMatcher]:
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        return library_tokens(self._tokenizer, self._vocab_size, eos_token_ids(self._source, self._tokenizer))
+
+    def compile(self, form: StructuredOutputs) -> Future[Compiled]:
         """Have a form compiled, unless it is; returns its beginning, or the `GrammarError` that it is refused with."""
         with self._lock:
             found = self._compiled.get(form)
@@ -153,13 +169,25 @@ class Grammars:
             GrammarError: the form is wrong, cannot be satisfied, or takes too long to compile.
         """
         try:
-            return Matcher(self.compile(form).result(COMPILE_SECONDS).deep_copy())
+            return Matcher(self.compile(form).result(COMPILE_SECONDS).start.deep_copy())
         except TimeoutError:
             took = f"takes longer than {COMPILE_SECONDS:.0f} s to compile; make it smaller"
             raise GrammarError(f"structured_outputs: the {form.kind} {took}") from None
 
-    def _compile(self, form: StructuredOutputs) -> LLMatcher:
-        state = compile_form(form, self._tokens)
+    def error_of(self, completion: Completion) -> GrammarError | None:
+        """Return why the text of an answer that has stopped is none of its form; None if it is one."""
+        form = completion.request.params.structured_outputs
+        if form is None or completion.finish_reason != "stop":
+            return None
+        reason = reason_against(self.compile(form).result().check, completion.text)
+        if not reason:
+            return None
+        ended = completion.all_token_ids[-1] in self._tokens.eos_tokens
+        by = "" if ended else "; stop or stop_token_ids ended it inside the form"
+        return GrammarError(f"structured_outputs: the answer is not what the {form.kind} asks for ({reason}){by}")
+
+    def _compile(self, form: StructuredOutputs) -> Compiled:
+        state, grammar = compile_form(form, self._tokens, self._tokenizer.get_added_vocab())
         # The first masks make most of the library's tables: not in a step, but here.
         trial, mask = state.deep_copy(), np.zeros(self.num_words, np.int32)
         trial.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -172,43 +200,96 @@ class Grammars:
             raise GrammarError(f"structured_outputs: the {form.kind} cannot be satisfied ({_reason(trial)})")
         if not len(allowed):
             raise GrammarError(f"structured_outputs: the {form.kind} allows no answer but an empty one")
-        return state
+        return Compiled(state, make_check(form, grammar))
 
 
-def compile_form(form: StructuredOutputs, tokens: LLTokenizer) -> LLMatcher:
-    """Compile a form with the library.
+def compile_form(
+    form: StructuredOutputs, tokens: LLTokenizer, marks: Mapping[str, int] = MappingProxyType({})
+) -> tuple[LLMatcher, str]:
+    """Compile a form with the library; returns the beginning of an answer, and the library's grammar.
+
+    Args:
+        tokens: of the model, as `library_tokens` describes them.
+        marks: ids of added tokens, which a grammar may name, as in `<|im_end|>`.
 
     Raises:
-        GrammarError: it is wrong or too large, or the library has no support for it.
+        GrammarError: it is wrong or too large, or the library has no support for it or reads it wrongly.
     """
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     if len(form.text) > MOST_CHARACTERS:
         size = f"{len(form.text)} characters; at most {MOST_CHARACTERS} are allowed"
         raise GrammarError(f"structured_outputs: the {form.kind} has {size}")
     try:
-        if form.kind in ("json", "json_object"):
-            schema = form.text or '{"type": "object"}'
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
-        elif form.kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(form.text)
-        elif form.kind == "choice":
-            choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(form.text)]
-            grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
-        else:
-            grammar = LLMatcher.grammar_from_lark(any_to_lark(form.text))
+        grammar = write_grammar(form, marks)
+    except GrammarError:
+        raise
     except Exception as error:  # what the library's readers of texts raise is not documented
         raise _cannot_compile(form, _first_line(error)) from None
     state = LLMatcher(tokens, grammar, log_level=0)
     if state.is_error():
         raise _cannot_compile(form, _reason(state))
-    return state
+    return state, grammar
+
+
+def write_grammar(form: StructuredOutputs, marks: Mapping[str, int]) -> str:
+    """Write a form in the library's language, or raise `GrammarError` or what the library raises."""
+    from llguidance import LLMatcher
+
+    if form.kind in ("json", "json_object"):
+        schema = prepare(json.loads(form.text or '{"type": "object"}'), WHITE_SPACE)
+        if isinstance(schema, Refused):
+            raise _refused(form, *schema)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    if form.kind == "regex":
+        try:
+            check_pattern(form.text)
+        except PatternError as error:
+            raise _refused(form, "", str(error)) from None
+        return LLMatcher.grammar_from_regex(form.text)
+    if form.kind == "choice":
+        return LLMatcher.grammar_from_regex("|".join(map(quoted, json.loads(form.text))))
+    try:
+        return LLMatcher.grammar_from_lark(as_lark(form.text, marks))
+    except (GbnfError, PatternError) as error:
+        raise _refused(form, "", str(error)) from None
+
+
+def as_lark(text: str, marks: Mapping[str, int]) -> str:
+    """Write a grammar in the library's dialect of Lark: one in GBNF, or in Lark with its marks by number.
+
+    Raises:
+        GbnfError, PatternError: it cannot be had; the message says where.
+    """
+    if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
+        return gbnf_to_lark(text)
+
+    def written(found: re.Match) -> str:
+        part = found[0]
+        if part[0] == "<":
+            return f"<[{marks[part]}]>" if part in marks else part
+        if part[0] == "/" and part[1] != "/":
+            try:
+                scan(part[1:])
+            except PatternError as error:
+                raise PatternError(f"the expression {part} at {place(text, found.start())}: {error}") from None
+        return part
+
+    return LARK_PARTS.sub(written, text)
+
+
+def quoted(text: str) -> str:
+    """Write a text as a regular expression of the library's; every character has a number, some have a meaning."""
+    return "".join(c if c.isalnum() else rf"\u{{{ord(c):x}}}" for c in text)
 
 
 def _cannot_compile(form: StructuredOutputs, reason: str) -> GrammarError:
     part = first_refused(json.loads(form.text)) if form.kind == "json" else None
-    place = f" at {part.pointer}" if part and part.pointer else ""
+    return _refused(form, part.pointer if part else "", reason)
+
+
+def _refused(form: StructuredOutputs, pointer: str, reason: str) -> GrammarError:
+    place = f" at {pointer}" if pointer else ""
     return GrammarError(f"structured_outputs: the {form.kind}{place} cannot be compiled ({reason})")
 
 
@@ -234,13 +315,13 @@ class WhenCompiled:
 
     def candidates(self, waiting: Iterable[BatchSequence], limit: int, manager: BlockManager) -> list[BatchSequence]:
         """Return the first `limit` waiting sequences that can be admitted."""
-        compiling: list[Future[LLMatcher]] = []
+        compiling: list[Future[Compiled]] = []
         found = list(islice((s for s in waiting if self._is_ready(s, compiling)), limit))
         if compiling and not found and not manager.num_used:  # nothing else to do
             wait(compiling, POLL_SECONDS, "FIRST_COMPLETED")
         return found
 
-    def _is_ready(self, sequence: BatchSequence, compiling: list[Future[LLMatcher]]) -> bool:
+    def _is_ready(self, sequence: BatchSequence, compiling: list[Future[Compiled]]) -> bool:
         form = sequence.request.params.structured_outputs
         if form is None or (compiled := self._grammars.compile(form)).done():
             return True

@@ -10,6 +10,8 @@
 
 namespace six_engines {
 
+constexpr int kNoToken = -2;  // `NO_TOKEN` of stage A
+
 struct Candidate {
   float logit, noise;
   int id;
@@ -49,8 +51,9 @@ __device__ __forceinline__ float gumbel(int id, unsigned key) {
   return log2_approx(x < 0.015625f ? series : log2_approx(uniform) * -0.6931472f) * -0.6931472f;
 }
 
+// NaN counts as +inf, which is better than any number: a row that has either is noticed by its best.
 __device__ __forceinline__ Candidate candidate_of(const Choice& choice, float logit, int id) {
-  return {logit, choice.greedy ? 0.0f : gumbel(id, choice.key), id};
+  return {logit == logit ? logit : INFINITY, choice.greedy ? 0.0f : gumbel(id, choice.key), id};
 }
 
 // The best of lanes whose numbers differ in the bits `from` … `to`.
@@ -109,7 +112,7 @@ __device__ __forceinline__ void choose_tokens(W& w) {
       publish2(words + blockIdx.x * 2, flagged(__float_as_uint(best.logit), w.flag), flagged(best.id, w.flag));
     if (blockIdx.x != 0 || !best_of_blocks(w, choice, words, best) || w.lane != 0) continue;
     s.last_tokens[s.batch_slots[row]] = best.id;
-    s.result[row] = best.id;
+    s.result[row] = fabsf(best.logit) < INFINITY ? best.id : kNoToken;  // the next step may run on it all the same
   }
 }
 

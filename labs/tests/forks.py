@@ -32,11 +32,16 @@ def fork_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[Fork, 
 
     def run() -> None:
         gc.freeze()  # what is garbage here is the parent's: a group waits for threads that the fork does not have
+        gc.enable()
         own.close()
         threading.Thread(target=end_with, args=(parent,), daemon=True).start()
         run_worker(build, other.detach(), rendezvous.store.port, rank, rendezvous.size)
 
     process = Fork(target=run, daemon=True)
-    with other:
-        process.start()
+    gc.disable()  # in the fork too, where libraries' hooks run before `run`
+    try:
+        with other:
+            process.start()
+    finally:
+        gc.enable()
     return process, Connection(own.detach())

@@ -18,6 +18,7 @@ from torch import Tensor
 from stage_a_naive.checkpoints.model_config import read_json_object
 from stage_a_naive.contract.errors import ModelError, one_line
 
+PREFIX = "model."  # of all tensors but those of the LM head
 FLOAT_TYPES = ("F32", "F16", "BF16")  # what safetensors calls float32, float16 and bfloat16
 
 
@@ -49,7 +50,10 @@ class TensorSource(Protocol):
 
 
 class SafetensorsDirectory:
-    """A directory with `model.safetensors`, or with several files and `model.safetensors.index.json`."""
+    """A directory with `model.safetensors`, or with several files and `model.safetensors.index.json`.
+
+    A model that was saved without its LM head has names without the prefix `model.`; they are completed here.
+    """
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -60,24 +64,27 @@ class SafetensorsDirectory:
                 if tensor in self._file_of:
                     raise ModelError(f"{tensor} is stored twice: in {self._file_of[tensor].name} and in {file.name}")
                 self._file_of[tensor] = file
+        self._left_out = "" if any(tensor.startswith(PREFIX) for tensor in self._file_of) else PREFIX
 
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return {name if name.startswith("lm_head.") else self._left_out + name for name in self._file_of}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        part = self._files[self._file_of[name]].get_slice(name)
+        stored = name.removeprefix(self._left_out)
+        part = self._files[self._file_of[stored]].get_slice(stored)
         if part.get_dtype() not in FLOAT_TYPES:
             raise ModelError(
-                f"{name} in {self._file_of[name]} is stored as {part.get_dtype()}; "
+                f"{name} in {self._file_of[stored]} is stored as {part.get_dtype()}; "
                 f"supported are {', '.join(FLOAT_TYPES)}"
             )
         return tuple(part.get_shape())
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
+        stored = name.removeprefix(self._left_out)
         try:
-            return self._files[self._file_of[name]].get_slice(name)
+            return self._files[self._file_of[stored]].get_slice(stored)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read {name} from {self._file_of[name]}: {error}") from error
+            raise ModelError(f"cannot read {name} from {self._file_of[stored]}: {error}") from error
 
 
 class WeightLoader:

@@ -34,8 +34,8 @@ def undocumented(cls: type | None = None, **_: object) -> object:
 
 
 with patch("transformers.utils.auto_docstring", undocumented):
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
-    config.model_type: config for config in (LlamaConfig, Qwen2Config, Qwen3Config)
+    config.model_type: config for config in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig)
 }

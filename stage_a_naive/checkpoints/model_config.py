@@ -18,7 +18,7 @@ from stage_a_naive.contract.errors import ModelError, one_line, shown
 from stage_a_naive.contract.params import as_number
 
 # The ways to stretch rotary embeddings that transformers has for these architectures, and the numbers that each needs.
-# Stages D to F have a model of their own, which knows fewer: see `stage_d_paged/config.py`.
+# Stages D to F have a model of their own, which does not know the last but one: see `stage_d_paged/rope.py`.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -98,12 +98,51 @@ def check_config(config: PretrainedConfig) -> None:
         raise ModelError(f"rms_norm_eps must be above 0, got {shown(config.rms_norm_eps)}")
     if config.pad_token_id not in (None, -1) and not 0 <= config.pad_token_id < config.vocab_size:  # -1: there is none
         raise ModelError(f"pad_token_id ({config.pad_token_id}) is outside the vocabulary of {config.vocab_size}")
-    if getattr(config, "use_sliding_window", False):
-        raise ModelError("use_sliding_window=true: sliding-window attention is not supported, only full attention is")
-    for kind in getattr(config, "layer_types", None) or ():
-        if kind != "full_attention":
-            raise ModelError(f"layer_types has {shown(kind)}: only full attention (full_attention) is supported")
-    _check_rope(config.rope_parameters or {}, head_dim)
+    if config.model_type == "gemma3_text" and not config.query_pre_attn_scalar > 0:
+        raise ModelError(f"query_pre_attn_scalar must be above 0, got {shown(config.query_pre_attn_scalar)}")
+    for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, field, None):
+            raise ModelError(f"{field}={shown(getattr(config, field))} is not supported; only models without it are")
+    _check_layer_kinds(config)
+    for kind in dict.fromkeys(layer_kinds(config)):
+        _check_rope(rope_of_kind(config, kind), head_dim)
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """Return the kind of each layer, `full_attention` or `sliding_attention`, as the models of transformers have them.
+
+    Llama's layers see everything, Mistral's all have a window if one does; the others' are in `layer_types`.
+    """
+    if config.model_type == "llama":
+        return ["full_attention"] * config.num_hidden_layers
+    if config.model_type == "mistral":
+        return ["full_attention" if config.sliding_window is None else "sliding_attention"] * config.num_hidden_layers
+    return list(config.layer_types)
+
+
+def rope_of_kind(config: PretrainedConfig, kind: str) -> dict[str, Any]:
+    """Return how layers of this kind turn heads: of most models all alike."""
+    rope = config.rope_parameters or {}
+    return rope.get(kind) or {} if config.model_type == "gemma3_text" else rope
+
+
+def _check_layer_kinds(config: PretrainedConfig) -> None:
+    kinds, window = layer_kinds(config), getattr(config, "sliding_window", None)
+    given = getattr(config, "layer_types", None) or kinds
+    if len(given) != config.num_hidden_layers:
+        raise ModelError(
+            f"layer_types has {len(given)} entries for {config.num_hidden_layers} layers; give one for each"
+        )
+    for kind, own in zip(given, kinds, strict=True):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError(f"layer_types has {shown(kind)}; supported are full_attention and sliding_attention")
+        if kind != own:
+            raise ModelError(f"layer_types has {shown(kind)}, but every layer of {config.model_type} here has {own}")
+        if kind == "sliding_attention" and (window is None or window < 1):
+            raise ModelError(
+                f"layer_types has 'sliding_attention', and the window is {shown(window)}; set sliding_window to 1 or "
+                "more (Qwen needs use_sliding_window=true too), or layer_types to full_attention"
+            )
 
 
 def _check_rope(rope: dict[str, Any], head_dim: int) -> None:

@@ -111,8 +111,29 @@ PRESETS: dict[str, dict] = {
         },
         "tie_word_embeddings": False,
     },
+    # https://huggingface.co/google/gemma-3-270m: 15 of 18 layers see the last 512 tokens
+    "gemma-3-270m": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 512,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "tie_word_embeddings": True,
+    },
     # The tiny ones differ in what the families differ in: QKV bias; QK-norm and a wide head; untied embeddings and
-    # Llama-3 rope scaling.
+    # Llama-3 rope scaling; a window; windows in some layers, with a rotary base of their own, and one KV head.
     "qwen2-tiny": {
         "model_type": "qwen2",
         **_TINY,
@@ -139,6 +160,28 @@ PRESETS: dict[str, dict] = {
             "original_max_position_embeddings": 512,
         },
         "tie_word_embeddings": False,
+    },
+    "mistral-tiny": {
+        "model_type": "mistral",
+        **_TINY,
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+    },
+    "gemma3-tiny": {
+        "model_type": "gemma3_text",
+        **_TINY,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 48,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "tie_word_embeddings": True,
     },
 }
 

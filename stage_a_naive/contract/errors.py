@@ -22,6 +22,8 @@ def one_line(error: BaseException) -> str:
 
 def shown(value: object) -> str:
     """`repr` for an error message: one line of at most 80 characters, whatever the value."""
+    if isinstance(value, (str, bytes, list, tuple)):
+        value = value[:80]  # what is cut away is not shown anyway, and may be long
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits

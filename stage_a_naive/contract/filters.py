@@ -60,8 +60,8 @@ def farthest_for(min_p: float) -> int:
 
 
 def distances(scaled: Tensor) -> Tensor:
-    """How far scaled scores, 0 at most, lie below 0: int32, in steps of 2**-25, of any shape."""
-    return (scaled.neg().clamp(max=BEYOND) * STEPS).to(torch.int32)
+    """How far scaled scores, 0 at most, lie below 0: int32, in steps of 2**-25, of any shape; NaN is taken for 0."""
+    return (scaled.neg().nan_to_num(0).clamp(max=BEYOND) * STEPS).to(torch.int32)
 
 
 def weights(distance: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ it is done. `Completion` is the only place that knows when a generation ends, in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, repeat
 from typing import Literal, NotRequired, TypedDict
@@ -15,12 +16,19 @@ from typing import Literal, NotRequired, TypedDict
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
+from stage_a_naive.contract.detokenize import IncrementalDecoder, is_special, last_with_text, placeholder
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.stop_strings import first_stop, num_held_back
+from stage_a_naive.contract.token_rules import TokenRules
 
-FinishReason = Literal["stop", "length"]
+NO_TOKEN = -2  # in place of an id, where no token can be chosen; -1 is a wrong guess of speculation
+NO_SCORES = (
+    "the model's scores for the next token have no finite maximum (NaN or infinity), so none can be chosen; "
+    "if the checkpoint is whole, try dtype='float32'"
+)
+FinishReason = Literal["stop", "length", "error"]
 SamplingFunction = Callable[[torch.Tensor, list[SamplingParams]], torch.Tensor]
+OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
 
 
 class Metrics(TypedDict):
@@ -41,23 +49,30 @@ class Metrics(TypedDict):
 class GenerationOutput(TypedDict):
     """The answer to one prompt."""
 
-    text: str  # without special tokens and without the stop string
+    prompt_index: int  # in the list of prompts
+    index: int  # among the answers to this prompt
+    text: str  # without special tokens and without the stop string, unless the request asks for them
     token_ids: list[int]  # with the end-of-sequence token, if it was generated
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     metrics: Metrics
     logprobs: NotRequired[list[dict[int, float]]]  # per step {token id: log-probability}, where they were asked for
+    prompt_logprobs: NotRequired[list[dict[int, float] | None]]  # the same per token of the prompt; None for the first
+    error: NotRequired[Exception]  # what ended it, where `finish_reason` is "error"; the rest is what it had by then
 
 
 @dataclass(frozen=True)
 class Request:
     """One prompt that has passed every check."""
 
-    index: int  # its position in the caller's list
+    index: int  # of its answer in the list of all answers
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int  # the caller's, or one that the engine chose
     sampling_fn: SamplingFunction | None = None  # what replaces the built-in sampler for this request
+    token_rules: TokenRules | None = None
+    prompt_index: int = 0
+    answer_index: int = 0  # among the answers to its prompt
 
 
 class Completion:
@@ -86,10 +101,14 @@ class Completion:
         self.logprobs: list[dict[int, float]] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None  # what ended it, where that was an error of its own
         params = request.params
         self._tokenizer = tokenizer
-        self._decoder = None if text_at_end and not params.stop else IncrementalDecoder(tokenizer)
+        at_end, before, skip = text_at_end and not params.stop, request.prompt_token_ids, params.skip_special_tokens
+        self._decoder = None if at_end else IncrementalDecoder(tokenizer, before, skip)
         self._stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+        if params.stop:
+            self._stop_ids |= special_ids(tokenizer, params.stop)
         self.max_total_tokens = min(len(request.prompt_token_ids) + params.max_tokens, max_total_len)
         self._released = 0  # length of the text handed out; a possible start of a stop string is held back
         self.text_ends: list[int] = []  # length of the text handed out after each token
@@ -109,7 +128,24 @@ class Completion:
         return self.max_total_tokens - len(self.all_token_ids)
 
     def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> str:
-        """Add a generated token and decide whether it was the last; returns the text that became certain."""
+        """Add a generated token and decide whether it was the last; returns the text that became certain.
+
+        An error in the token's text ends the completion, and so does `NO_TOKEN`. A token after the end is dropped.
+        """
+        if self.finish_reason is not None:
+            return ""
+        if token_id == NO_TOKEN:
+            self.fail(FloatingPointError(NO_SCORES))
+            return ""
+        try:
+            return self._append(token_id, logprobs)
+        except Exception:
+            self.replay()
+            if self.error is None:  # it came from outside, as a signal handler's does: not the text's own error
+                raise
+            return ""
+
+    def _append(self, token_id: int, logprobs: dict[int, float] | None) -> str:
         self.all_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -118,10 +154,12 @@ class Completion:
         return piece
 
     def _advance(self, token_id: int) -> str:
-        if token_id in self._stop_ids:
-            return self.finish("stop")
-        if self._decoder is not None:
+        params = self.request.params
+        stops = token_id in self._stop_ids and self.num_generated_tokens > params.min_tokens
+        if self._decoder is not None and (not stops or params.include_stop_str_in_output):
             self._add_text(self._decoder.append(token_id))
+        if stops:
+            return self.finish("stop")
         if self.finish_reason is None and len(self.all_token_ids) >= self.max_total_tokens:
             return self.finish("length")
         return "" if self._decoder is None else self._release()
@@ -136,33 +174,60 @@ class Completion:
 
     def _whole_text(self) -> str:
         ids = self.token_ids
-        if ids and ids[-1] in self._stop_ids:
+        params = self.request.params
+        stops = ids and ids[-1] in self._stop_ids and len(ids) > params.min_tokens
+        if stops and not params.include_stop_str_in_output:
             del ids[-1]
-        return decode_all(self._tokenizer, ids)
+        return decode_all(self._tokenizer, ids, self.request.prompt_token_ids, params.skip_special_tokens)
 
     def _add_text(self, piece: str) -> None:
         self.text += piece
-        stops = self.request.params.stop
+        params = self.request.params
+        stops = params.stop or () if self.num_generated_tokens > params.min_tokens else ()
         at = first_stop(self.text, stops, len(piece)) if stops else None
         if at is not None:
+            if params.include_stop_str_in_output:
+                at += min(len(stop) for stop in stops if self.text.startswith(stop, at))
             self.text = self.text[:at]
             self.finish_reason = "stop"
 
     def _release(self) -> str:
         end = len(self.text)
-        if self.finish_reason is None and self.request.params.stop:
-            end -= num_held_back(self.text, self.request.params.stop)
+        params = self.request.params
+        if self.finish_reason is None and params.stop and not params.include_stop_str_in_output:
+            end -= num_held_back(self.text, params.stop)
         piece = self.text[self._released : end]
         self._released = max(self._released, end)
         return piece
 
-    def replayed(self) -> Completion:
-        """Make the completion anew from its tokens, where an exception may have broken `append` off half-way."""
+    def tell(self, on_text: OnText | None, piece: str) -> None:
+        """Call a callback with a piece of text. An error of the callback ends the completion."""
+        if piece and on_text is not None:
+            try:
+                on_text(self.request.index, piece)
+            except Exception as error:
+                self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End the completion with an error of its own: of its sampler, its text, its form or its callback."""
+        if self._decoder is None:
+            with suppress(Exception):
+                self.text = self._whole_text()
+        self.error, self.finish_reason = error, "error"
+
+    def replay(self) -> None:
+        """Make the text anew from the tokens, where an exception may have broken `append` off half-way.
+
+        What raises again is the text's own error, and ends the completion.
+        """
         new = Completion(self.request, *self._options)
         logprobs = repeat(None) if self.request.params.logprobs is None else self.logprobs
-        for token_id, logprob in zip(self.token_ids, logprobs):  # noqa: B905 (the last token may lack its logprob)
-            new.append(token_id, logprob)
-        return new
+        try:
+            for token_id, logprob in zip(self.token_ids, logprobs):  # noqa: B905 (the last token may lack its logprob)
+                new._append(token_id, logprob)
+        except Exception as error:
+            new.fail(error)
+        self.__dict__ = new.__dict__  # at once: an interrupt leaves the old state or the new one
 
     def to_output(
         self, arrival: float, start: float, first: float, end: float, num_cached: int = 0
@@ -184,6 +249,8 @@ class Completion:
             num_cached=num_cached,
         )
         output = GenerationOutput(
+            prompt_index=self.request.prompt_index,
+            index=self.request.answer_index,
             text=self.text,
             token_ids=self.token_ids,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -192,16 +259,46 @@ class Completion:
         )
         if self.request.params.logprobs is not None:
             output["logprobs"] = self.logprobs
+        if self.error is not None:
+            output["error"] = self.error
         return output
 
 
-def decode_all(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
-    """Decode all ids at once: exactly what the pieces of an `IncrementalDecoder` join to."""
-    backend = tokenizer.backend_tokenizer
+def returned(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
+    """Return the outputs of a call whose requests have all ended.
+
+    Raises:
+        Exception: the error of the first request that failed. Its attribute `outputs` is the list of all outputs.
+    """
+    for output in outputs:
+        if "error" in output:
+            error = output["error"]
+            vars(error)["outputs"] = outputs
+            raise error
+    return outputs
+
+
+def special_ids(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> set[int]:
+    """Return the ids of those texts that are special tokens, which appear in no answer's text that leaves them out."""
+    ids = map(tokenizer.backend_tokenizer.token_to_id, texts)
+    return {token_id for token_id in ids if token_id is not None and is_special(tokenizer, token_id)}
+
+
+def decode_all(
+    tokenizer: PreTrainedTokenizerFast,
+    token_ids: Sequence[int],
+    before: Sequence[int] = (),
+    skip_special_tokens: bool = True,
+) -> str:
+    """Decode all ids at once, which continue others: exactly what the pieces of an `IncrementalDecoder` join to."""
+    backend, context = tokenizer.backend_tokenizer, last_with_text(tokenizer, before)
+    length = len(backend.decode(context, skip_special_tokens=True))
     parts: list[str] = []
     for is_known, run in groupby(token_ids, lambda token_id: backend.id_to_token(token_id) is not None):
-        ids = list(run)
-        parts += [backend.decode(ids, skip_special_tokens=True)] if is_known else map(placeholder, ids)
+        if is_known:
+            parts.append(backend.decode([*context, *run], skip_special_tokens=skip_special_tokens)[length:])
+        else:
+            parts += map(placeholder, run)
     return "".join(parts)
 
 

@@ -12,7 +12,7 @@ import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.structured_outputs import RULE, as_structured_outputs
@@ -32,12 +32,20 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence from the logit of every token already generated.
         logit_bias: a mapping of token ids to numbers from -100 to 100, which are added to their logits before the
             penalties: -100 keeps a token out, 100 leaves no other one. Log-probabilities are those without it.
+        bad_words: texts that the answer never has: neither the tokens of a word nor those of a space and the word. The
+            same text in other tokens is not found. None is no word.
+        allowed_token_ids: no other token is chosen, not even the end of the sequence. None is all.
+        min_tokens: nothing ends the answer before it has this many tokens: no end-of-sequence id, stop token or string.
         max_tokens: generate at most this many tokens.
         stop: strings that end the generation; the text is cut before them. None is no string.
         stop_token_ids: token ids that end the generation, besides the model's own end-of-sequence ids. None is no id.
+        include_stop_str_in_output: cut the text behind the stop string, or the text of the stop token, instead.
         ignore_eos: go on past the model's end-of-sequence ids (for benchmarks).
+        skip_special_tokens: leave special tokens out of the text.
+        n: answers per prompt. They follow one another in the list of outputs, and use the seeds `seed`, `seed + 1`, ….
         seed: makes the sampled tokens reproducible; None takes a fresh seed from the engine.
         logprobs: also return the log-probabilities of this many likeliest tokens at every step, and the chosen one's.
+        prompt_logprobs: the same for every token of the prompt but the first, in a prefill of its own.
         structured_outputs: the form of the answer, exactly one of `{"json": schema}`, `{"regex": text}`,
             `{"choice": [texts]}`, `{"grammar": text}` and `{"json_object": True}`. The engine of `beyond` takes it.
 
@@ -53,22 +61,47 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Any = ()  # a mapping or None; once checked pairs of a token id and a number
+    bad_words: Any = ()  # strings or None; once checked a tuple of strings
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
     max_tokens: int = 64
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     structured_outputs: Any = None  # a mapping; once checked a `StructuredOutputs`, or None
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuse the parameters that only vLLM has."""
+        for name in UNSUPPORTED.keys() & given.keys():
+            raise TypeError(f"{name} is not supported: {UNSUPPORTED[name]}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
             if getattr(self, name) is not getattr(SamplingParams, name):  # a default needs no check
                 check_field(self, name, *rule)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether it adds to the logits of single tokens: see `token_rules.py`."""
+        return bool(self.logit_bias or self.bad_words or self.min_tokens or self.allowed_token_ids)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the choice of a token depends on the ones before."""
+        return bool(self.bad_words) or self.needs_penalties
 
     @property
     def needs_penalties(self) -> bool:
-        """Whether the choice depends on the tokens seen so far, and not on the logits alone."""
+        """Whether scores depend on how often each token was used."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def filters(self, vocab_size: int) -> bool:
@@ -145,6 +178,21 @@ def _as_bias(value: Any) -> tuple[tuple[int, float], ...] | None:
     return None if None in pairs or None in pairs.values() else tuple(pairs.items())
 
 
+MOST_ANSWERS = 2**14  # to one prompt
+
+UNSUPPORTED = {  # vLLM's parameters that `SamplingParams` lacks, and what to do instead
+    "best_of": "ask for n answers with logprobs=0, and keep the likeliest",
+    "detokenize": "leave it out; token_ids are in every output",
+    "extra_args": "set llm.sampling_fn, which chooses tokens from the logits",
+    "flat_logprobs": "leave it out; logprobs are a dictionary for every token",
+    "guided_decoding": "write structured_outputs={'json': …}",
+    "logits_processors": "set llm.sampling_fn, which chooses tokens from the logits",
+    "output_kind": "call stream, which yields the text in pieces",
+    "spaces_between_special_tokens": "leave it out; special tokens are written as the tokenizer decodes them",
+    "truncate_prompt_tokens": "shorten the prompt: llm.tokenizer.encode(text)[-limit:]",
+    "use_beam_search": "sample n answers with logprobs=0, and keep the likeliest",
+}
+
 RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed, and the same in words
     "temperature": (as_number, lambda v: v >= 0, "a finite number, 0 or more"),
     "top_k": (as_integer, lambda v: v >= 0, "an integer, 0 (off) or more"),
@@ -158,12 +206,19 @@ RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed,
         lambda v: all(i >= 0 and abs(bias) <= 100 for i, bias in v),
         "token ids, 0 or more, each with a number from -100 to 100",
     ),
+    "bad_words": (_as_strings, lambda v: all(map(str.strip, v)), "one or more strings that are not blank"),
+    "allowed_token_ids": (_as_ids, lambda v: v and min(v) >= 0, "None, or one or more integers, 0 or more"),
+    "min_tokens": (as_integer, lambda v: v >= 0, "an integer, 0 or more"),
     "max_tokens": (as_integer, lambda v: v >= 1, "an integer, 1 or more"),
     "stop": (_as_strings, all, "one or more non-empty strings"),
     "stop_token_ids": (_as_ids, lambda v: all(i >= 0 for i in v), "integers, 0 or more"),
+    "include_stop_str_in_output": (as_boolean, lambda v: True, "True or False"),
     "ignore_eos": (as_boolean, lambda v: True, "True or False"),
+    "skip_special_tokens": (as_boolean, lambda v: True, "True or False"),
+    "n": (as_integer, lambda v: 1 <= v <= MOST_ANSWERS, f"an integer from 1 to {MOST_ANSWERS}"),
     "seed": (as_integer, lambda v: 0 <= v < 2**64, f"None, or an integer from 0 to {2**64 - 1}"),
     "logprobs": (as_integer, lambda v: 0 <= v < 2**31, f"None, or an integer from 0 to {2**31 - 1}"),
+    "prompt_logprobs": (as_integer, lambda v: 0 <= v < 2**31, f"None, or an integer from 0 to {2**31 - 1}"),
     "structured_outputs": (as_structured_outputs, lambda v: True, RULE),
 }
 

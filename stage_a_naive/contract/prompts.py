@@ -1,4 +1,4 @@
-"""Prompts that are more than a plain text, and what is wrong with a text that is refused.
+"""Prompts that are more than a plain text, and what is wrong with those that are refused.
 
 A prompt is text, a list of token ids, or vLLM's dictionaries of either: `{"prompt": "…"}`, `{"prompt_token_ids": […]}`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerFast
 
@@ -75,3 +75,16 @@ def check_text_length(
         raise PromptTooLong(
             f"prompt {index} has {len(text)} characters, which are at least {at_least} tokens; at most {max_tokens} fit"
         )
+
+
+def refuse_ids(index: int, ids: list[int], max_model_len: int, vocab_size: int) -> NoReturn:
+    """Say what is wrong with the token ids of a prompt."""
+    if not ids:
+        raise ValueError(f"prompt {index} is empty; a model needs at least one token to continue from")
+    if len(ids) > max_model_len - 1:
+        raise PromptTooLong(
+            f"prompt {index} has {len(ids)} tokens; with a maximum model length of {max_model_len} "
+            f"at most {max_model_len - 1} fit, so that one can be generated"
+        )
+    outside = min(ids) if min(ids) < 0 else max(ids)
+    raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {vocab_size}")

@@ -13,11 +13,10 @@ def first_stop(text: str, stops: Sequence[str], num_new: int) -> int | None:
     """Where the first stop string in `text` begins; None if there is none.
 
     Args:
-        num_new: length of the end that has not been searched yet. A match ends in it, so it begins at most the longest
-            stop string's length before it.
+        num_new: length of the end that has not been searched yet. A match ends in it.
     """
-    search_from = max(0, len(text) - num_new - max(map(len, stops), default=0))
-    found = [at for stop in stops if (at := text.find(stop, search_from)) >= 0]
+    before = len(text) - num_new
+    found = [at for stop in stops if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
     return min(found, default=None)
 
 

@@ -13,8 +13,8 @@ RULE = (
 )
 
 NO_FORMS = (
-    "structured_outputs of prompt {}: this engine cannot constrain answers; use `from beyond import LLM` "
-    "(beyond/structured/README.md)"
+    "structured_outputs of prompt {}: this engine cannot constrain answers; use `from beyond import LLM`, or the "
+    "server, python -m beyond.serving (beyond/structured/README.md)"
 )
 
 

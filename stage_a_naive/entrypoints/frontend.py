@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
@@ -19,17 +20,22 @@ import torch
 
 from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
-from stage_a_naive.contract.errors import PromptTooLong, shown
-from stage_a_naive.contract.logit_bias import check_logit_bias
-from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request, SamplingFunction
+from stage_a_naive.contract.errors import shown
+from stage_a_naive.contract.logprobs import PromptLogprobs
+from stage_a_naive.contract.outputs import GenerationOutput, Metrics, OnText, Request, SamplingFunction, returned
 from stage_a_naive.contract.params import SamplingParams, as_integer, check_sampling_fn
-from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, text_or_ids
+from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, refuse_ids, text_or_ids
+from stage_a_naive.contract.requests import add_prompt_logprobs, one_per_answer, one_per_prompt
 from stage_a_naive.contract.structured_outputs import NO_FORMS, GrammarError
+from stage_a_naive.contract.token_rules import TokenRules
 
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes
 
-OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its text)
+NO_TEMPLATE = (
+    "[chat] this model has no chat template, so it is given ChatML; a base model was not trained on that, and "
+    "continues a text better: use generate, or --raw"
+)
 
 
 class Frontend:
@@ -51,6 +57,7 @@ class Frontend:
     max_model_len: int
     build_time: float  # seconds
     resolve = staticmethod(resolve)  # from a model's name to its checked files
+    _told_of_template = False  # whether `NO_TEMPLATE` was printed
 
     def __init__(self, model: str | PathLike[str], device: str, dtype: str | torch.dtype, seed: int) -> None:
         self.source = self.resolve(model)
@@ -92,18 +99,24 @@ class Frontend:
                 may also be a dictionary, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: one for all prompts, or a list with one for each.
             use_tqdm: show a progress bar.
-            on_text: called as `on_text(index, piece)` with every piece of text as it becomes known.
+            on_text: called as `on_text(index, piece)` with every piece of text as it becomes known, of this output.
 
         Returns:
-            One `GenerationOutput` per prompt, in the order of the prompts.
+            One `GenerationOutput` per prompt, or as many as its `n` says, in the order of the prompts.
 
         Raises:
             ValueError: a prompt or the parameters are out of range; nothing has run then.
             RuntimeError: the engine is closed, belongs to another process, or is inside a call of this thread already.
+            Exception: what ended one request: an error of its sampler, its text, its form or its callback. It is raised
+                when all requests have ended, and has all outputs as `error.outputs`; those of requests that failed have
+                the `finish_reason` "error", and the exception as `error`.
         """
         requests = self.requests(prompts, sampling_params)
         with self._one_call():
-            return self._generate(requests, use_tqdm, on_text)
+            outputs = self._generate(requests, use_tqdm, on_text)
+            if any(request.params.prompt_logprobs is not None for request in requests):
+                add_prompt_logprobs(outputs, requests, self._score)
+            return returned(outputs)
 
     def chat(
         self,
@@ -134,6 +147,9 @@ class Frontend:
         self._check_usable()
         # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
         add_special = not self.tokenizer.chat_template
+        if add_special and not self._told_of_template:
+            self._told_of_template = True
+            print(NO_TEMPLATE, file=sys.stderr)
         texts = enumerate(render_chats(self.tokenizer, messages, chat_template_kwargs))
         return [self.encode(i, text, add_special) for i, text in texts]
 
@@ -190,27 +206,26 @@ class Frontend:
     def _longest_token(self) -> int:
         return max(map(len, self.tokenizer.get_vocab()))
 
+    def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
+        """Compute a prompt's log-probabilities: of `count` tokens at every position, and of the prompt's own."""
+        raise NotImplementedError(f"{type(self).__name__} has no model")
+
     def requests(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Request]:
-        """Check prompts and parameters as `generate` does, without running them; returns a request for each prompt."""
+        """Check prompts and parameters as `generate` does, without running them; returns a request for each answer."""
         self._check_usable()
         prompt_list = as_list(prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(prompt_list)
-        elif isinstance(sampling_params, (str, bytes, Mapping)) or not isinstance(sampling_params, Iterable):
-            raise ValueError(f"sampling_params is a SamplingParams, or a list of them, got {shown(sampling_params)}")
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompt_list)
         else:
-            params = list(sampling_params)
-        if len(params) != len(prompt_list):
-            raise ValueError(f"{len(prompt_list)} prompts but {len(params)} sampling parameters; give one, or one each")
+            params = one_per_prompt(sampling_params, len(prompt_list))
         sampling_fn = self.sampling_fn  # read once: all requests of a call have the same
         if sampling_fn is not None:
             check_sampling_fn(sampling_fn)
         numbered = enumerate(zip(prompt_list, params, strict=True))
-        return [self._request(i, prompt, p, sampling_fn) for i, (prompt, p) in numbered]
+        requests = [self._request(i, prompt, p, sampling_fn) for i, (prompt, p) in numbered]
+        return one_per_answer(requests) if any(p.n > 1 for p in params) else requests
 
     def _request(
         self, index: int, prompt: Prompt, params: SamplingParams, sampling_fn: SamplingFunction | None
@@ -220,23 +235,15 @@ class Frontend:
         if not isinstance(prompt, str):
             prompt = text_or_ids(index, prompt)
         ids = self.encode(index, prompt) if isinstance(prompt, str) else prompt
-        if not ids:
-            raise ValueError(f"prompt {index} is empty; a model needs at least one token to continue from")
-        if len(ids) > self.max_model_len - 1:
-            raise PromptTooLong(
-                f"prompt {index} has {len(ids)} tokens; with a maximum model length of {self.max_model_len} "
-                f"at most {self.max_model_len - 1} fit, so that one can be generated"
-            )
-        lowest, highest = min(ids), max(ids)
-        if lowest < 0 or highest >= self.vocab_size:
-            outside = lowest if lowest < 0 else highest
-            raise ValueError(f"prompt {index}: token id {outside} is outside the vocabulary of {self.vocab_size}")
-        if params.logit_bias:
-            check_logit_bias(index, params, self.vocab_size)
+        if not 0 < len(ids) < self.max_model_len or min(ids) < 0 or max(ids) >= self.vocab_size:
+            refuse_ids(index, ids, self.max_model_len, self.vocab_size)
+        rules = None
+        if params.has_token_rules:
+            rules = TokenRules.of(index, params, self.tokenizer, self.eos_token_ids, self.vocab_size)
         if params.structured_outputs is not None:
             self._check_structured_outputs(index, params, sampling_fn)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        return Request(index, ids, params, seed, sampling_fn)
+        return Request(index, ids, params, seed, sampling_fn, rules, prompt_index=index)
 
     def _check_structured_outputs(self, index: int, params: SamplingParams, fn: SamplingFunction | None) -> None:
         """Check the form that a request wants its answer to have; `GrammarError` where it cannot be had, as here."""

@@ -12,15 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-COMMANDS = (
-    "stage_",
-    "beyond",
-    "benchmarks",
-    "labs",
-    "doctor",
-    "export",
-    "tests.soak",
-)  # beginnings of what `python -m` runs
+COMMANDS = ("stage_", "beyond", "benchmarks", "labs", "tools.")  # beginnings of what `python -m` runs
 
 
 CANNOT_WRITE = {

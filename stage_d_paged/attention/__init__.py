@@ -73,8 +73,12 @@ class AttentionBackend(Protocol):
         v_cache: Any,  # as k_cache
         metadata: AttentionMetadata,
         scale: float,
+        window: int = 0,
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
-        """Attend causally over the blocks: query i of q with a context of L sees keys 0 … L - q + i."""
+        """Attend causally over the blocks: query i of q with a context of L sees keys 0 … L - q + i.
+
+        With a window it sees the last `window` of these alone, its own among them; what lies before is not read.
+        """
         ...
 
 

@@ -49,6 +49,8 @@ class DecodePlan(NamedTuple):
 
 def choose_decode_config(head_dim: int, element_size: int, pairs: int, sm_count: int) -> DecodeConfig:
     """Choose the fastest of the configurations tried on an H200. `pairs` is sequences × KV heads."""
+    if head_dim > 128:  # a key of 256 numbers is as long as two: small tiles, for the shared memory of any GPU
+        return DecodeConfig(16 if element_size == 4 else 32, num_warps=4, num_stages=2, programs_per_sm=4)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return DecodeConfig(16, num_warps=4, num_stages=2, programs_per_sm=4, min_splits=2)
     if pairs < sm_count:  # few programs, each alone on its multiprocessor: wide, for the shortest way through
@@ -72,12 +74,15 @@ def plan_decode(
     dtype: torch.dtype,
     sm_count: int,
     config: DecodeConfig | None = None,
+    window: int = 0,
 ) -> DecodePlan:
-    """Plan a launch for `seqs` sequences of up to `max_context_len` keys.
+    """Plan a launch for `seqs` sequences of up to `max_context_len` keys, of which the last `window` count (0: all).
 
     Cached: all layers of a step ask for the same plan, and making it takes about half as long as a launch.
     """
     config = config or choose_decode_config(head_dim, dtype.itemsize, seqs * kv_heads, sm_count)
+    if window:  # and the keys before it in its first tile
+        max_context_len = min(max_context_len, window + config.block_n - 1)
     wanted = max(sm_count * config.programs_per_sm // (seqs * kv_heads), config.min_splits)
     split_keys = max(config.split_keys, config.block_n)
     num_splits = max(1, min(wanted, MAX_SPLITS, -(-max_context_len // split_keys)))
@@ -94,6 +99,7 @@ def plan_decode(
         "SPLITS_PAD": MAX_SPLITS,
         "AHEAD": 16 if config.num_warps == 4 else 8,  # as many as one warp has registers for
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "WINDOW": window,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

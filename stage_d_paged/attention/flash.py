@@ -58,7 +58,9 @@ class FlashAttention:
         v_cache: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        window: int = 0,
     ) -> torch.Tensor:
+        visible = (window - 1, 0 if window else -1)  # keys before and behind a query's own; -1: all that causality lets
         if metadata.max_query_len == 1:
             return self._decode(
                 query.unsqueeze(1),  # [seqs, 1, heads, head_dim]
@@ -68,6 +70,7 @@ class FlashAttention:
                 block_table=metadata.block_tables,
                 softmax_scale=scale,
                 causal=True,
+                window_size=visible,
             ).squeeze(1)
         return self._prefill(
             query,
@@ -79,5 +82,6 @@ class FlashAttention:
             max_seqlen_k=metadata.max_context_len,
             softmax_scale=scale,
             causal=True,
+            window_size=visible,
             block_table=metadata.block_tables,
         )

@@ -43,9 +43,11 @@ class ReferenceAttention:
         v_cache: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        window: int = 0,
     ) -> torch.Tensor:
         if metadata.max_query_len == 1:
-            return _decode(query, k_cache, v_cache, metadata.context_lens, metadata.block_tables, scale)
+            caches, contexts, tables = (k_cache, v_cache), metadata.context_lens, metadata.block_tables
+            return _decode(query, *_last_keys(*caches, contexts, tables, window), scale)
         starts = metadata.cu_seqlens_q.tolist()
         query_lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
         output = torch.zeros_like(query)
@@ -53,12 +55,12 @@ class ReferenceAttention:
         if decodes:
             rows = metadata.cu_seqlens_q[decodes].long()
             contexts, tables = metadata.context_lens[decodes], metadata.block_tables[decodes]
-            output[rows] = _decode(query[rows], k_cache, v_cache, contexts, tables, scale)
+            output[rows] = _decode(query[rows], *_last_keys(k_cache, v_cache, contexts, tables, window), scale)
         for s, context_len in enumerate(metadata.context_lens.tolist()):
             if query_lens[s] > 1 and context_len > 0:
                 chunk = slice(starts[s], starts[s + 1])
                 table = metadata.block_tables[s]
-                output[chunk] = _prefill(query[chunk], k_cache, v_cache, context_len, table, scale)
+                output[chunk] = _prefill(query[chunk], k_cache, v_cache, context_len, table, scale, window)
         return output
 
 
@@ -83,16 +85,22 @@ def _prefill(
     context_len: int,
     block_table: torch.Tensor,  # [max_blocks]
     scale: float,
+    window: int = 0,
 ) -> torch.Tensor:
-    """Attend with one sequence's chunk of queries, the last of its `context_len` positions, to all of its keys."""
+    """Attend with one sequence's chunk of queries, the last of its `context_len` positions, to the keys they see."""
     query_len, block_size = query.shape[0], k_cache.shape[1]
-    blocks = block_table[: -(-context_len // block_size)]
+    unseen = (
+        max(context_len - query_len + 1 - window, 0) // block_size if window else 0
+    )  # blocks, by any of the queries
+    blocks = block_table[unseen : -(-context_len // block_size)]
+    context_len -= unseen * block_size
     keys = k_cache.index_select(0, blocks).flatten(0, 1)[:context_len]  # [context, kv_heads, head_dim]
     values = v_cache.index_select(0, blocks).flatten(0, 1)[:context_len]
     mask = None
-    if query_len != context_len:
+    if query_len != context_len or window:
         # Causal with a cached prefix: the diagonal ends in the lower right corner.
         mask = torch.ones(query_len, context_len, dtype=torch.bool, device=query.device).tril(context_len - query_len)
+        mask = mask.triu(context_len - query_len + 1 - window) if window else mask
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],  # [1, heads, query_len, head_dim]
         keys.transpose(0, 1)[None],  # [1, kv_heads, context, head_dim]
@@ -103,6 +111,24 @@ def _prefill(
         enable_gqa=query.shape[1] != keys.shape[1],
     )
     return output[0].transpose(0, 1)
+
+
+def _last_keys(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    context_lens: torch.Tensor,  # [seqs]
+    block_tables: torch.Tensor,  # [seqs, max_blocks]
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return caches, lengths and tables of the last `window` keys of each sequence alone, as blocks of one key."""
+    if not window:
+        return k_cache, v_cache, context_lens, block_tables
+    block_size = k_cache.shape[1]
+    first = (context_lens - window).clamp(min=0)
+    positions = first[:, None] + torch.arange(window, device=context_lens.device)
+    positions = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))  # those past the end are not read
+    slots = block_tables.gather(1, (positions // block_size).long()) * block_size + positions % block_size
+    return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], context_lens - first, slots
 
 
 def _decode(

@@ -50,6 +50,12 @@ def slots_of(block, start, key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
+def first_visible(context_len, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return where the tile with the first of the last WINDOW keys begins."""
+    return tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
 def online_softmax(
     q,
     k_cache,
@@ -68,12 +74,13 @@ def online_softmax(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr = 0,
 ):
     """Attend to the tiles of BLOCK_N keys that begin at first, first + step, … below `context_len`.
 
     `q` is [GROUP_PAD, HEAD_PAD]; `block` is `look_up` of the first tile; `pool_column` [1, HEAD_PAD] is where a head's
-    numbers are stored within a slot. Returns (values [GROUP_PAD, HEAD_PAD], log2 of the sum of all weights
-    [GROUP_PAD]); without any key these are zeros and -inf.
+    numbers are stored within a slot. With a WINDOW, the last WINDOW keys alone count. Returns (values [GROUP_PAD,
+    HEAD_PAD], log2 of the sum of all weights [GROUP_PAD]); without any key these are zeros and -inf.
     """
     key = tl.arange(0, BLOCK_N)
     inside = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]
@@ -82,6 +89,8 @@ def online_softmax(
     acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     for start in range(first, context_len, step):
         valid = start + key < context_len
+        if WINDOW > 0:
+            valid = valid & (start + key >= context_len - WINDOW)
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
         # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
         block = look_up(table, start + step, context_len, BLOCK_SIZE, BLOCK_N)
@@ -233,6 +242,7 @@ def decode_kernel(
     SPLITS_PAD: tl.constexpr,
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query sees; 0: all
 ):
     # Neighbouring programs take the heads of one stretch of keys: together they read whole rows of the pool.
     kv_head = tl.program_id(0) % KV_HEADS
@@ -250,10 +260,13 @@ def decode_kernel(
     # Length, first block and query do not depend on one another: the three loads are in flight together. (The first
     # block may be an unused entry of the table; then no key of it is read.)
     context_len = tl.load(context_lens + seq)
-    block = look_up(table, split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
+    first = 0
+    if WINDOW > 0:
+        first = first_visible(context_len, WINDOW, BLOCK_N)
+    block = look_up(table, first + split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
     query_offset = token * query_stride + (head + row) * HEAD_DIM + column
     q = tl.load(query + query_offset, mask=(row < GROUP) & (column < HEAD_DIM), other=0.0)  # [GROUP_PAD, HEAD_PAD]
-    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # those that have work
     if split >= splits:
         return
     acc, lse = online_softmax(
@@ -262,7 +275,7 @@ def decode_kernel(
         v_cache,
         table,
         block,
-        split * BLOCK_N,
+        first + split * BLOCK_N,
         splits * BLOCK_N,
         context_len,
         kv_head * HEAD_DIM + column,
@@ -274,6 +287,7 @@ def decode_kernel(
         BLOCK_SIZE,
         BLOCK_N,
         PRECISION,
+        WINDOW,
     )
     heads: tl.constexpr = KV_HEADS * GROUP
     write_result(
@@ -307,11 +321,19 @@ def decode(
     arrival_counters: torch.Tensor,  # int32 [seqs * kv_heads] at least, zeros; left as zeros
     sm_count: int,
     config: DecodeConfig | None = None,
+    window: int = 0,
 ) -> None:
     """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
     tables, lengths = metadata.block_tables, metadata.context_lens
     plan = plan_decode(
-        len(lengths), metadata.max_context_len, query.shape[1], *k_cache.shape[1:], query.dtype, sm_count, config
+        len(lengths),
+        metadata.max_context_len,
+        query.shape[1],
+        *k_cache.shape[1:],
+        query.dtype,
+        sm_count,
+        config,
+        window,
     )
     partial_out, partial_lse = plan.make_partials(query.device)
     decode_kernel[plan.programs,](

@@ -19,7 +19,7 @@ from .triton_prefill import prefill
 from .triton_store import store
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)  # bfloat16 tensor cores, asynchronous copies to shared memory
 _COUNTERS = 1 << 16  # arrival counters (sequences × KV heads) allocated in advance: 256 KiB
 
@@ -36,7 +36,7 @@ KERNELS = Kernels()
 
 
 class TritonAttention:
-    """Our kernels. Float16, bfloat16 or float32; any head size up to 128; any block size."""
+    """Our kernels. Float16, bfloat16 or float32; any head size up to 256; any block size."""
 
     name = "triton"
     # The smallest block that holds a whole tile of keys: then one table lookup serves 64 keys and Hopper's copy engine
@@ -82,6 +82,7 @@ class TritonAttention:
         v_cache: Any,
         metadata: AttentionMetadata,
         scale: float,
+        window: int = 0,
     ) -> torch.Tensor:
         tokens, heads, head_dim = query.shape
         seqs, kv_heads = metadata.context_lens.shape[0], k_cache.shape[2]
@@ -91,11 +92,11 @@ class TritonAttention:
             raise ValueError(f"query has strides {query.stride()}; a token's heads must be adjacent: {[head_dim, 1]}")
         out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
         if metadata.max_query_len > 1:
-            self.kernels.prefill(query, k_cache, v_cache, metadata, scale, out)
+            self.kernels.prefill(query, k_cache, v_cache, metadata, scale, out, window=window)
         # Where every sequence has the same number of queries, and that is not one, none is a decode.
         if metadata.max_query_len == 1 or tokens != seqs * metadata.max_query_len:
             counters = self.arrival_counters(seqs * kv_heads)
-            self.kernels.decode(query, k_cache, v_cache, metadata, scale, out, counters, self.sm_count)
+            self.kernels.decode(query, k_cache, v_cache, metadata, scale, out, counters, self.sm_count, window=window)
         return out
 
     def arrival_counters(self, count: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import AttentionMetadata
-from .triton_decode import LOG2_E, look_up, slots_of
+from .triton_decode import LOG2_E, first_visible, look_up, slots_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,11 @@ class PrefillConfig:
     num_stages: int
 
 
-def choose_prefill_config(element_size: int, hopper: bool, tokens: int) -> PrefillConfig:
+def choose_prefill_config(element_size: int, hopper: bool, tokens: int, head_dim: int = 128) -> PrefillConfig:
     """Choose the fastest of those tried on an H200; elsewhere fewer stages, because there is less shared memory."""
+    if head_dim > 128:  # a key of 256 numbers is as long as two: small tiles, for the shared memory of any GPU
+        block = 16 if element_size == 4 else 32
+        return PrefillConfig(block_m=64 if element_size == 2 else 32, block_n=block, num_warps=8, num_stages=2)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
     if hopper and tokens >= 4096:  # enough tiles for all multiprocessors, however large: each key is read less often
@@ -94,6 +97,7 @@ def _attend_to_keys(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Continue the online softmax of a query tile over the keys first … last - 1."""
     key = tl.arange(0, BLOCK_N)
@@ -102,6 +106,8 @@ def _attend_to_keys(
     block = look_up(table, first, last, BLOCK_SIZE, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         valid = start + key < last
+        if MASKED and WINDOW > 0:  # keys that no query of the tile sees are not read: their blocks may be another's
+            valid = valid & (start + key > tl.min(position, 0) - WINDOW)
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
         first_slot = block * BLOCK_SIZE + start % BLOCK_SIZE
         scale_offset = _scales_of(block, start, key, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N)
@@ -131,7 +137,11 @@ def _attend_to_keys(
             scores *= k_scale[None, :]
         if MASKED:
             scores = tl.where((start + key)[None, :] <= position[:, None], scores, float("-inf"))
+        if MASKED and WINDOW > 0:
+            scores = tl.where((start + key)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+        if MASKED and WINDOW > 0:  # of a row whose window has not begun yet; -inf less -inf would be no number
+            new_highest = tl.maximum(new_highest, -1e30)
         p = tl.exp2(scores * scale_log2 - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(p, 1)
@@ -169,6 +179,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query sees; 0: all
 ):
     TILE: tl.constexpr = BLOCK_M // GROUP  # tokens per query tile
     kv_head = tl.program_id(0) % KV_HEADS
@@ -197,9 +208,42 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     table = block_tables + seq.to(tl.int64) * table_width
-    # Keys up to the tile's first query are seen by all of its queries.
+    # Without a window, keys up to the tile's first query are seen by all of its queries.
     diagonal = tl.maximum((cached + tile_start + 1) // BLOCK_N * BLOCK_N, 0)
     end = tl.minimum(cached + tile_start + TILE, context_len)
+    begin = 0
+    if WINDOW > 0:
+        # The first query's window begins at `first`; from `begin` on keys are in the windows of all of the tile.
+        first = first_visible(cached + tile_start + 1, WINDOW, BLOCK_N)
+        begin = tl.cdiv(tl.maximum(cached + tile_start + TILE - WINDOW, first), BLOCK_N) * BLOCK_N
+        begin = tl.minimum(begin, diagonal)
+        acc, total, highest = _attend_to_keys(
+            acc,
+            total,
+            highest,
+            q,
+            k_cache,
+            v_cache,
+            k_scales,
+            v_scales,
+            k_tiles,
+            v_tiles,
+            table,
+            first,
+            begin,
+            position,
+            kv_head,
+            scale_log2,
+            slot_stride,
+            KV_HEADS,
+            HEAD_DIM,
+            HEAD_PAD,
+            BLOCK_SIZE,
+            BLOCK_N,
+            True,
+            PRECISION,
+            WINDOW,
+        )
     acc, total, highest = _attend_to_keys(
         acc,
         total,
@@ -212,7 +256,7 @@ def _prefill_kernel(
         k_tiles,
         v_tiles,
         table,
-        0,
+        begin,
         diagonal,
         position,
         kv_head,
@@ -225,6 +269,7 @@ def _prefill_kernel(
         BLOCK_N,
         False,
         PRECISION,
+        WINDOW,
     )
     acc, total, highest = _attend_to_keys(
         acc,
@@ -251,6 +296,7 @@ def _prefill_kernel(
         BLOCK_N,
         True,
         PRECISION,
+        WINDOW,
     )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a padding sequence has no keys: zeros
     out_offset = flat_token[:, None] * (KV_HEADS * GROUP * HEAD_DIM) + head_offset
@@ -289,6 +335,7 @@ def prefill(
     out: torch.Tensor,  # [tokens, heads, head_dim], contiguous
     config: PrefillConfig | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int = 0,
 ) -> None:
     """Write to `out` the attention of every sequence that has more than one query; other rows are left alone.
 
@@ -299,7 +346,7 @@ def prefill(
     block_size, kv_heads = k_cache.shape[1:3]
     seqs, group = metadata.context_lens.shape[0], heads // kv_heads
     hopper = _is_hopper(query.device)
-    config = config or choose_prefill_config(query.element_size(), hopper, tokens)
+    config = config or choose_prefill_config(query.element_size(), hopper, tokens, head_dim)
     block_m = max(config.block_m, triton.next_power_of_2(group))
     k_tiles, v_tiles = None, None
     if scales is None:
@@ -329,6 +376,7 @@ def prefill(
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        WINDOW=window,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -110,9 +110,6 @@ class BatchSampler:
             logits: `[rows, vocab]`, float32.
             completions: the answers so far, all of requests with the same `sampling_fn`.
             batch_rows: their rows of the batch.
-
-        Raises:
-            ValueError: a replaced `sampling_fn` returned something other than one id of the vocabulary per row.
         """
         steps = np.array([completion.num_generated_tokens for completion in completions])
         on_host = SamplerInput.empty(len(batch_rows))
@@ -125,7 +122,7 @@ class BatchSampler:
             penalise=lambda logits, *_: _in_groups(self._penalise, logits, rows),
             sample=lambda logits, *_: _in_groups(self._sample, logits, rows),
         )
-        reference.count_tokens(self.counts, rows.rules, ids, torch.ones_like(ids, dtype=torch.bool))
+        reference.count_tokens(self.counts, rows.rules, ids.clamp(min=0), torch.ones_like(ids, dtype=torch.bool))
         return ids
 
     def _penalise(self, logits: Tensor, rows: SamplerInput[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stage_a_naive.contract.filters import distances, weights
 from stage_a_naive.contract.noise import gumbel_from_bits, mix32
+from stage_a_naive.sampling import where_finite
 from stage_d_paged.sampler.rules import (
     FARTHEST,
     FILTERED,
@@ -30,16 +31,22 @@ from stage_d_paged.sampler.rules import (
 )
 
 
-def choose_tokens(logits: Tensor, rows: SamplerInput, counts: Tensor, mixed_ids: Tensor) -> Tensor:
-    """Choose a token for every row of `logits [rows, vocab]`: ids int64 `[rows]`. Counts nothing.
+def choose_tokens(logits: Tensor, rows: SamplerInput, counts: Tensor, mixed_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose a token for every row of `logits [rows, vocab]`. Counts nothing.
 
     Args:
         rows: what they ask for.
         counts: the table of counts, `[table rows, vocab]`.
         mixed_ids: `mix32` of every token id, int64 `[vocab]`.
+
+    Returns:
+        ids int64 `[rows]`, which the next step can run on; and the same for the host, with `NO_TOKEN` in rows whose
+        highest score, with penalties, is NaN or infinite.
     """
-    scores = filtered(penalised(logits, rows.rules, counts), rows.temperatures, rows.rules)
-    return sample_reference(scores, rows.temperatures, rows.noise_keys, mixed_ids)
+    scores = penalised(logits, rows.rules, counts)
+    kept = filtered(scores, rows.temperatures, rows.rules)
+    ids = sample_reference(kept, rows.temperatures, rows.noise_keys, mixed_ids)
+    return ids, where_finite(ids, scores)
 
 
 def sample_reference(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, mixed_ids: Tensor) -> Tensor:

@@ -40,6 +40,12 @@ class SamplerInput(NamedTuple, Generic[Array]):
         """Those of the rows `places`, int64, on the device."""
         return SamplerInput(*(column.index_select(0, places) for column in self))
 
+    def without_penalties(self: SamplerInput[Tensor]) -> SamplerInput[Tensor]:
+        """The same, for scores that have their penalties."""
+        rules = self.rules.clone()
+        rules[:, FLAGS] &= ~PENALISED
+        return self._replace(rules=rules)
+
     @classmethod
     def empty(cls, rows: int) -> SamplerInput[np.ndarray]:
         """Arrays on the host, to be filled in."""

@@ -198,7 +198,8 @@ class Calls:
             sequence = self.engine.scheduler.find(self._aborted[0])
             if sequence is not None:
                 if sequence.owner is not self._mailbox.owner:
-                    sequence.error = RuntimeError(f"request {sequence.request_id} was aborted by another call")
+                    error = RuntimeError(f"request {sequence.request_id} was aborted by another call")
+                    sequence.completion.fail(error)
                 self.engine.remove(sequence)
             self._aborted.popleft()
         self._deliver()

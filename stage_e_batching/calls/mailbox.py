@@ -35,8 +35,8 @@ class Event(NamedTuple):
     request_id: int
     tokens: list[Token]  # none where the request does not stream
     text: str  # of these tokens
-    output: GenerationOutput | None = None  # the whole answer, when it is complete
-    error: Exception | None = None  # what ended the request instead
+    output: GenerationOutput | None = None  # the whole answer, when it is complete or has failed
+    error: Exception | None = None  # what ended the request before its answer was complete
 
 
 class Owner(weakref.ref):
@@ -97,11 +97,11 @@ def unread(sequence: BatchSequence) -> Event | None:
     if sequence.end_was_read:
         return None
     # Look at the end first: once a request has ended, its text grows no more, whichever thread runs the steps.
-    output, error = sequence.output, sequence.error
-    tokens = unread_tokens(sequence) if sequence.streams and not error else []
-    sequence.end_was_read = output is not None or error is not None
-    text = "".join(token.text for token in tokens)
-    return Event(sequence.request_id, tokens, text, output, error) if tokens or sequence.end_was_read else None
+    output = sequence.output
+    tokens = unread_tokens(sequence) if sequence.streams else []
+    sequence.end_was_read = output is not None
+    text, error = "".join(token.text for token in tokens), output and output.get("error")
+    return Event(sequence.request_id, tokens, text, output, error) if tokens or output is not None else None
 
 
 def unread_tokens(sequence: BatchSequence) -> list[Token]:

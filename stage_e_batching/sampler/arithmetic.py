@@ -31,6 +31,19 @@ def load_float(words, word):
 
 
 @triton.jit
+def load_logits(logits, token, inside):
+    """Load logits of one row as float32; -inf where not `inside`, and +inf for NaN, which no maximum overlooks."""
+    logit = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(logit != logit, float("inf"), logit)
+
+
+@triton.jit
+def is_infinite(highest):
+    """Tell whether a row's highest score is none: +inf, which NaN counts as, or -inf."""
+    return (highest == float("inf")) | (highest == float("-inf"))
+
+
+@triton.jit
 def multiply(a, b, NATIVE: tl.constexpr):
     """Compute a product that no addition is fused with, so that it is rounded by itself, as PyTorch's is."""
     if NATIVE:
@@ -49,11 +62,11 @@ def load_penalties(words):
 
 @triton.jit
 def load_scores(logits, token, inside, counts, penalised, repetition, presence, frequency, NATIVE: tl.constexpr):
-    """Load logits of one row as float32, with the row's penalties; -inf where not `inside`.
+    """Load logits of one row as `load_logits`, with the row's penalties.
 
     `counts` is the row's, and not read unless it is `penalised`.
     """
-    score = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32)
+    score = load_logits(logits, token, inside)
     if penalised:
         entry = tl.load(counts + token, mask=inside, other=0).to(tl.int32)
         repeated = tl.where(score > 0, tl.div_rn(score, repetition), score * repetition)
@@ -61,6 +74,7 @@ def load_scores(logits, token, inside, counts, penalised, repetition, presence, 
         times = entry >> 1
         lower = presence + multiply(tl.zeros_like(score) + frequency, times.to(tl.float32), NATIVE)
         score = tl.where(times > 0, score - lower, score)
+        score = tl.where(score != score, float("inf"), score)
     return score
 
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stage_a_naive.contract.outputs import NO_TOKEN
 from stage_d_paged.sampler.rules import REPLACED, SamplerInput
 from stage_e_batching.sampler.arithmetic import (
     FILTERED,
@@ -32,6 +33,8 @@ from stage_e_batching.sampler.arithmetic import (
     WORDS,
     best_of_stretch,
     gumbel,
+    is_infinite,
+    load_logits,
     load_temperature,
 )
 from stage_e_batching.sampler.digit_kernel import BINS, DIGITS, digit_kernel
@@ -39,7 +42,7 @@ from stage_e_batching.sampler.short_list_kernel import BLOCK, LIST, MOST_PARTS, 
 
 SPAN = 8192  # logits a program looks at, held in registers
 PROGRAMS = 2  # of that search, per multiprocessor: all of them run at the same time
-_REPLACED = tl.constexpr(REPLACED)
+_REPLACED, _NO_TOKEN = tl.constexpr(REPLACED), tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -69,7 +72,7 @@ def _best_of_stretch_kernel(
         return  # the kernels in front have been there
     token = stretch * SPAN + tl.arange(0, SPAN)
     logits += row * row_stride
-    logit = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    logit = load_logits(logits, token, token < vocab)
     temperature = load_temperature(temperatures, row)
     key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
     highest = tl.max(logit, 0)
@@ -84,11 +87,12 @@ def _best_of_stretch_kernel(
 
 @triton.jit
 def _best_of_row_kernel(
-    ids,  # int64 [rows]
+    ids,  # int64 [2, rows]: the tokens, and the same with `NO_TOKEN`
     temperatures,  # float32 [rows]
     rules,  # int32 [rows, WORDS]
     counts,  # [table rows, vocab]; the token of a row with penalties is counted
     tokens,  # int64 [rows]: the token of a row that has one already, or -1
+    tops,  # float32 [rows]: the highest score of a filtered row
     arrived,  # int32 [rows, 2], of the kernels in front: made zero again
     winners,  # float32 [3, rows, most]
     winner_ids,  # int64 [rows, most]
@@ -112,7 +116,12 @@ def _best_of_row_kernel(
     token = tl.load(winner_ids + place, mask=inside, other=0)
     chosen = tl.load(tokens + row)
     token = tl.where(chosen >= 0, chosen, tl.sum(tl.where(stretch == best, token, 0), 0))
+    if (flags & FILTERED) != 0:
+        highest = tl.load(tops + row)
+    fails = is_infinite(highest)
+    token = tl.where(fails, 0, token)  # the next step can run on it
     tl.store(ids + row, token)
+    tl.store(ids + tl.num_programs(0) + row, tl.where(fails, _NO_TOKEN, token))
     if (flags & (PENALISED | _REPLACED)) == PENALISED:  # a replaced sampler's token is another
         entry = counts + tl.load(words + TABLE_ROW).to(tl.int64) * vocab + token
         tl.store(entry, tl.load(entry) + 2)
@@ -161,8 +170,8 @@ class RowChooser:
         self._winners = room(3 * self._most, dtype=torch.float32)
         self._winner_ids = room(self._most, dtype=torch.int64)
 
-    def __call__(self, logits: Tensor, rows: SamplerInput) -> Tensor:
-        """Choose a token for every row of `logits [rows, vocab]`: ids int64 `[rows]`.
+    def __call__(self, logits: Tensor, rows: SamplerInput) -> tuple[Tensor, Tensor]:
+        """Choose a token for every row of `logits [rows, vocab]`: see `reference.choose_tokens`.
 
         Raises:
             ValueError: the logits of a row are not adjacent.
@@ -229,13 +238,14 @@ class RowChooser:
             NATIVE=self._on_gpu,
             num_warps=8,
         )
-        ids = torch.empty(count, dtype=torch.int64, device=logits.device)
+        ids = torch.empty(2, count, dtype=torch.int64, device=logits.device)
         _best_of_row_kernel[(count,)](
             ids,
             rows.temperatures,
             rows.rules,
             self._counts,
             self._tokens,
+            self._tops,
             self._arrived,
             self._winners,
             self._winner_ids,
@@ -245,4 +255,4 @@ class RowChooser:
             MOST_PAD=triton.next_power_of_2(self._most),
             num_warps=1,
         )
-        return ids
+        return ids[0], ids[1]

@@ -1,7 +1,7 @@
 """The sampler of one engine: what the request in each batch slot asks for, and its tokens.
 
 A step asks twice: `fill` writes what its rows ask for into the step's input, and `choose`, which a CUDA graph can hold,
-chooses the tokens on the device. What reaches beyond that (log-probabilities, a bias for tokens, a replaced
+chooses the tokens on the device. What reaches beyond that (log-probabilities, rules about single tokens, a replaced
 `sampling_fn`) is added by `complete`, for steps in which some row asks for it.
 """
 
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_a_naive.contract.logit_bias import add_logit_bias
-from stage_a_naive.contract.outputs import Request
+from stage_a_naive.contract.outputs import NO_TOKEN
+from stage_a_naive.contract.token_rules import FOREVER, apply_rules
+from stage_a_naive.sampling import where_finite
 from stage_d_paged.batch import upload
 from stage_d_paged.sampler import BatchSampler
 from stage_d_paged.sampler.reference import choose_tokens, count_tokens, penalised
@@ -33,16 +34,22 @@ class SampledTokens:
     """A step's tokens, still on the device."""
 
     ids: Tensor  # int64 [rows]
+    told: Tensor  # the same for the host, with `NO_TOKEN` where none could be chosen
     logprobs: RowLogprobs | None = None
     errors: dict[int, Exception] | None = None  # of rows whose `sampling_fn` failed; their ids mean nothing
 
     def on_host(self, ids: Tensor) -> Sampled:
-        """Return the step's result. `ids` are the same on the host, or on the device, which is waited for then."""
+        """Return the step's result. `ids` are `told`, on the host, or on the device, which is waited for then."""
         token_ids = ids.tolist()
         return Sampled(token_ids, self.logprobs and self.logprobs.by_row(token_ids), self.errors)
 
+    def wait(self) -> Sampled:
+        """Wait for the step's tokens."""
+        return self.on_host(self.told)
+
 
 Choose = Callable[[Tensor, SamplerInput], Tensor]  # of logits and what their rows ask for: ids; counts nothing
+Penalise = Callable[[Tensor, Tensor], Tensor]  # of logits and the rules of their rows: scores
 
 
 class Constraints(Protocol):
@@ -53,7 +60,13 @@ class Constraints(Protocol):
         ...
 
     def choose(
-        self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray, choose: Choose
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        rows: SamplerInput,
+        batch_slots: np.ndarray,
+        choose: Choose,
+        penalise: Penalise | None,
     ) -> dict[int, Exception]:
         """Choose the tokens of constrained rows again, into `ids`; returns the errors of rows that have no token."""
         ...
@@ -81,7 +94,10 @@ class Sampler(BatchSampler):
     ) -> None:
         super().__init__(max_num_seqs, max_num_penalised, vocab_size, max_model_len, device)
         self.constraints = constraints
-        self._requests: list[Request | None] = [None] * max_num_seqs
+        self._sequences: list[BatchSequence | None] = [None] * max_num_seqs
+        self._steps = np.zeros(max_num_seqs, np.int64)  # tokens that each had generated before its last step
+        self._until = np.full(max_num_seqs, FOREVER)  # tokens from which on `choose` is enough for it
+        self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of slots with rules about tokens
         if device.type == "cuda":
             from stage_e_batching.sampler.kernels import RowChooser  # here, because only GPUs need Triton
 
@@ -92,51 +108,92 @@ class Sampler(BatchSampler):
     def admit(self, sequence: BatchSequence) -> None:
         """Record what the request of an admitted sequence asks for, in its batch slot."""
         slot, request = sequence.batch_slot, sequence.request
-        self._requests[slot] = request
-        replaced = request.sampling_fn is not None or bool(request.params.logit_bias)
+        self._sequences[slot] = sequence
+        rules, sampling_fn = request.token_rules, request.sampling_fn
+        replaced = sampling_fn is not None or rules is not None
+        self._until[slot] = FOREVER if sampling_fn is not None or rules is None else rules.until
         if self.constraints is not None:
             replaced |= self.constraints.admit(sequence)
         self.enter(slot, sequence.completion, replaced)
 
-    def choose(self, logits: Tensor, rows: SamplerInput[Tensor]) -> Tensor:
-        """Choose a token for every row of `logits [rows, vocab]`, ids int64 `[rows]`, and count it for penalties."""
+    def fill(self, batch_rows: np.ndarray, steps: np.ndarray, out: SamplerInput[np.ndarray]) -> int:
+        """As `BatchSampler.fill`; rows whose rules about tokens have ended are not chosen again from now on."""
+        if (self._rules[batch_rows, FLAGS] & REPLACED).any():
+            self._steps[batch_rows] = steps
+            self._rules[batch_rows[steps >= self._until[batch_rows]], FLAGS] &= ~REPLACED
+        return super().fill(batch_rows, steps, out)
+
+    def choose(self, logits: Tensor, rows: SamplerInput[Tensor]) -> tuple[Tensor, Tensor]:
+        """Choose a token for every row of `logits [rows, vocab]`, and count it for penalties.
+
+        Returns:
+            ids int64 `[rows]`, and the same for the host, with `NO_TOKEN` in rows without a finite maximum.
+        """
         if self._device.type == "cuda":
             return self._choose(logits, rows)
         if not rows.rules[:, FLAGS].any():
-            return logits.argmax(-1)  # all greedy
-        ids = self._choose(logits, rows)
+            ids = logits.argmax(-1)  # all greedy
+            return ids, where_finite(ids, logits)
+        ids, told = self._choose(logits, rows)
         count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED == 0)
-        return ids
+        return ids, told
 
-    def complete(self, logits: Tensor, ids: Tensor, rows: SamplerInput, batch_slots: np.ndarray) -> SampledTokens:
-        """Add what `choose` cannot do: the tokens of rows with a bias or another sampler, and log-probabilities.
+    def _choose_ids(self, logits: Tensor, rows: SamplerInput) -> Tensor:
+        return self._choose(logits, rows)[0]
+
+    def complete(
+        self, logits: Tensor, ids: Tensor, told: Tensor, rows: SamplerInput, batch_slots: np.ndarray
+    ) -> SampledTokens:
+        """Add what `choose` cannot do: the tokens of rows with rules or another sampler, and log-probabilities.
 
         Args:
             logits: `[rows, vocab]`, as `choose` got them.
-            ids: int64 `[rows]`, what it returned; those of rows with another sampler are written.
+            ids, told: int64 `[rows]`, what it returned; the ids of rows with another sampler are written.
             batch_slots: of the rows, on the host.
-
-        Raises:
-            Exception: a replaced `sampling_fn` failed, and for no row alone.
         """
         flags = self._rules[batch_slots, FLAGS]
         errors = None
         if (flags & REPLACED).any():
-            requests = [self._requests[slot] for slot in batch_slots.tolist()]
+            sequences = [self._sequences[slot] for slot in batch_slots.tolist()]
+            requests = [sequence.request for sequence in sequences]
             scores, errors = logits, {}
-            if biased := [row for row, request in enumerate(requests) if request.params.logit_bias]:
-                scores = add_logit_bias(logits, [request.params for request in requests])
-                [places] = upload([np.array(biased)], self._device)
-                ids.index_copy_(0, places, self._choose(scores.index_select(0, places), rows.at(places)))
+            again = np.flatnonzero(flags & REPLACED).tolist()
+            ruled = [row for row in again if requests[row].token_rules is not None]
+            if ruled:
+                places, slots = upload([np.array(ruled), batch_slots[ruled]], self._device)
+                last = self._last_ids.index_select(0, slots)
+                own = self._ruled(
+                    logits.index_select(0, places), [sequences[row] for row in ruled], batch_slots[ruled], last
+                )
+                ids.index_copy_(0, places, self._choose_ids(own, rows.at(places)))
+                if any(requests[row].sampling_fn or requests[row].params.structured_outputs for row in ruled):
+                    scores = logits.to(own.dtype, copy=True).index_copy_(0, places, own)
             if any(request.sampling_fn is not None for request in requests):
                 errors = choose_replaced(penalised(scores, rows.rules, self.counts), requests, ids)
             if self.constraints is not None:
-                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose)
+                penalise = partial(penalised, counts=self.counts) if (flags & PENALISED).any() else None
+                errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose_ids, penalise)
+            if ruled:
+                self._last_ids.index_copy_(0, slots, ids.index_select(0, places))
+            told = torch.where(told == NO_TOKEN, told, ids)
             if (flags & PENALISED).any():
                 count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED > 0)
         asking = np.flatnonzero(flags & LOGPROBS).tolist()
         if not asking:
-            return SampledTokens(ids, errors=errors)
-        counts = [self._requests[slot].params.logprobs for slot in batch_slots[asking].tolist()]
+            return SampledTokens(ids, told, errors=errors)
+        counts = [self._sequences[slot].request.params.logprobs for slot in batch_slots[asking].tolist()]
         counts = [min(count, self._vocab_size) for count in counts]
-        return SampledTokens(ids, row_logprobs(logits, ids, rows.asking[: len(asking)], asking, counts), errors)
+        logprobs = row_logprobs(logits, ids, rows.asking[: len(asking)], asking, counts)
+        return SampledTokens(ids, told, logprobs, errors)
+
+    def _ruled(
+        self, logits: Tensor, sequences: list[BatchSequence], batch_slots: np.ndarray, last_ids: Tensor
+    ) -> Tensor:
+        """Apply the rules of some sequences about single tokens to their logits, in new float32 ones.
+
+        Where the next step is launched before the last token has arrived, the host knows all tokens but that one, which
+        is compared with bad words on the device.
+        """
+        rules = [sequence.request.token_rules for sequence in sequences]
+        known = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+        return apply_rules(logits, rules, self._steps[batch_slots].tolist(), known, last_ids)

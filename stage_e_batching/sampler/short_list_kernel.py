@@ -30,6 +30,7 @@ from stage_e_batching.sampler.arithmetic import (
     WORDS,
     distances,
     gumbel,
+    is_infinite,
     load_float,
     load_penalties,
     load_scores,
@@ -210,5 +211,6 @@ def short_list_kernel(
         scaled_of_list, token_of_list, on_list, number <= LIST, reach, total, top_k, top_p, farthest, key, NATIVE
     )
     if part == 0:
-        tl.store(tokens + row, tl.where(complete, chosen, -1).to(tl.int64))
+        chosen = tl.where(is_infinite(top), 0, tl.where(complete, chosen, -1))  # 0 is no more looked at
+        tl.store(tokens + row, chosen.to(tl.int64))
         tl.store(tops + row, top)

@@ -22,12 +22,15 @@ def choose_layers(model: DecoderModel, options: GraphOptions, device: torch.devi
             raise ValueError(
                 "fused_mlp='on' needs without='fused_layers,skinny_gemm': fused layers have MLP kernels of their own"
             )
+        if model.config.beyond_kernels:
+            return f"layers: stage D's (our Triton kernels do not compute {model.config.beyond_kernels})"
         from stage_f_graph_tp.kernels.fused_layers import fuse_layers  # here: only a GPU needs Triton
-        from stage_f_graph_tp.kernels.skinny_gemm import SKINNY_GEMM_MAX_TOKENS
+        from stage_f_graph_tp.kernels.skinny_gemm import skinny_limit
 
-        fuse_layers(model, SKINNY_GEMM_MAX_TOKENS if skinny else 0, elementwise=fused, pdl=options.uses("pdl"))
+        most = skinny_limit(model.config.hidden_size, options.tensor_parallel_size) if skinny else 0
+        fuse_layers(model, most, elementwise=fused, pdl=options.uses("pdl"))
         between = ["between the matrix products"] * fused
-        inside = [f"in the matrix products of up to {SKINNY_GEMM_MAX_TOKENS} tokens per step"] * skinny
+        inside = [f"in the matrix products of up to {most} tokens per step"] * skinny
         return f"layers: our Triton kernels {' and '.join(between + inside)}"
     if options.tensor_parallel_size == 1:
         return use_fused_mlp(model, options, device)

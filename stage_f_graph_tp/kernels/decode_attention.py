@@ -26,6 +26,7 @@ from stage_d_paged.attention.decode_plan import plan_decode
 from stage_d_paged.attention.triton_decode import (
     LOG2_E,
     decode,
+    first_visible,
     look_up,
     online_softmax,
     slots_of,
@@ -52,6 +53,7 @@ def only_tile(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Attend to one tile of keys, those from `start`, which there is, and wait for the kernel in front in between.
 
@@ -66,6 +68,8 @@ def only_tile(
     wait_for_previous(PDL)
     q = tl.load(query, mask=query_inside, other=0.0)
     valid = position < context_len
+    if WINDOW > 0:
+        valid = valid & (position >= context_len - WINDOW)
     if start + BLOCK_N >= context_len:  # the newest key is in this tile
         k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
         v = tl.load(v_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
@@ -106,6 +110,7 @@ def dependent_decode_kernel(
     SPLITS_PAD: tl.constexpr,
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
     ONE_NEW_KEY: tl.constexpr,
 ):
     """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`, and the metadata's."""
@@ -118,20 +123,23 @@ def dependent_decode_kernel(
     head = kv_head * GROUP  # the first query head of the group
     table = block_tables + seq * table_width
     context_len = tl.load(context_lens + seq)
-    block = look_up(table, split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
-    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
+    first = 0
+    if WINDOW > 0:
+        first = first_visible(context_len, WINDOW, BLOCK_N)
+    block = look_up(table, first + split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # those that have work
     if split >= splits:
         return  # without a wait: the first split of each sequence waits
     query += seq * query_stride + (head + row) * HEAD_DIM + column
     query_inside = (row < GROUP) & (column < HEAD_DIM)
-    if ONE_NEW_KEY and ((context_len > 0) & (splits * BLOCK_N >= context_len)):
+    if ONE_NEW_KEY and ((context_len > 0) & (first + splits * BLOCK_N >= context_len)):
         acc, lse = only_tile(
             query,
             query_inside,
             k_cache,
             v_cache,
-            slots_of(block, split * BLOCK_N, tl.arange(0, BLOCK_N), BLOCK_SIZE, BLOCK_N),
-            split * BLOCK_N,
+            slots_of(block, first + split * BLOCK_N, tl.arange(0, BLOCK_N), BLOCK_SIZE, BLOCK_N),
+            first + split * BLOCK_N,
             context_len,
             kv_head * HEAD_DIM + column,
             slot_stride,
@@ -141,6 +149,7 @@ def dependent_decode_kernel(
             BLOCK_N,
             PRECISION,
             PDL,
+            WINDOW,
         )
     else:
         wait_for_previous(PDL)
@@ -150,7 +159,7 @@ def dependent_decode_kernel(
             v_cache,
             table,
             block,
-            split * BLOCK_N,
+            first + split * BLOCK_N,
             splits * BLOCK_N,
             context_len,
             kv_head * HEAD_DIM + column,
@@ -162,6 +171,7 @@ def dependent_decode_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             PRECISION,
+            WINDOW,
         )
     heads: tl.constexpr = KV_HEADS * GROUP
     write_result(
@@ -194,14 +204,15 @@ def dependent_decode(
     out: torch.Tensor,
     arrival_counters: torch.Tensor,
     sm_count: int,
+    window: int = 0,
 ) -> None:
     """Launch stage D's decode attention by PDL; arguments as its `decode`, which serves mixed batches."""
     if metadata.max_query_len > 1:
-        decode(query, k_cache, v_cache, metadata, scale, out, arrival_counters, sm_count)
+        decode(query, k_cache, v_cache, metadata, scale, out, arrival_counters, sm_count, window=window)
         return
     tables, lengths = metadata.block_tables, metadata.context_lens
     plan = plan_decode(
-        len(lengths), metadata.max_context_len, query.shape[1], *k_cache.shape[1:], query.dtype, sm_count
+        len(lengths), metadata.max_context_len, query.shape[1], *k_cache.shape[1:], query.dtype, sm_count, window=window
     )
     partial_out, partial_lse = plan.make_partials(query.device)
     dependent_decode_kernel[plan.programs,](

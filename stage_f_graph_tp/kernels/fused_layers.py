@@ -27,7 +27,6 @@ from stage_f_graph_tp.kernels.decode_attention import DEPENDENT
 from stage_f_graph_tp.kernels.elementwise import Rows, rms_norm, rotate_and_store, silu_and_multiply
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import (
-    SKINNY_GEMM_MAX_TOKENS,
     Stream,
     gate_up_silu,
     product_add,
@@ -96,7 +95,7 @@ class SkinnyGemms:
         pdl: launch by PDL, where the GPU can.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int = SKINNY_GEMM_MAX_TOKENS, pdl: bool = True) -> None:
+    def __init__(self, device: torch.device, max_tokens: int, pdl: bool = True) -> None:
         self.max_tokens, self._pdl = max_tokens, pdl
         self._arrival_counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
@@ -168,13 +167,13 @@ class FusedLayer(nn.Module):
         norm, slots = self.post_attention_layernorm, metadata.slot_mapping
         if slots.shape[0] > products.max_tokens:  # so had the layer before: x is a tensor
             query = self._queries(x, rotation, layer_cache, slots)
-            attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)
+            attended = self.backend.attend(query, *layer_cache, metadata, attention.scale, attention.window)
             x = attention.o_proj(attended.flatten(1), x)
             gate_up, rows, _ = products.project(x, norm, mlp.gate_up_proj)
             return mlp.down_proj(silu_and_multiply(gate_up, rows, self._pdl), x)
         stream = products.begin(x, self.input_layernorm) if isinstance(x, Tensor) else x
         query = self._queries(stream, rotation, layer_cache, slots)
-        attended = self.backend.attend(query, *layer_cache, metadata, attention.scale)  # [tokens, heads, head_dim]
+        attended = self.backend.attend(query, *layer_cache, metadata, attention.scale, attention.window)
         stream = products.add(attended.flatten(1), attention.o_proj, stream.x, norm.weight)
         activated = products.gate_up_silu(stream, norm, mlp.gate_up_proj)
         return products.add(activated, mlp.down_proj, stream.x, self._next_gain)
@@ -237,7 +236,7 @@ class FewTokensRotary(nn.Module):
 
 def fuse_layers(
     model: DecoderModel,
-    skinny_max_tokens: int = SKINNY_GEMM_MAX_TOKENS,
+    skinny_max_tokens: int,
     elementwise: bool = True,
     pdl: bool = True,
 ) -> None:
@@ -271,13 +270,14 @@ def replace_layers(
         for layer, next_norm in zip(model.layers, next_norms, strict=True)
     ]
     if elementwise:
-        model.rotary, model.norm = RotaryTables(model.rotary), FusedNorm(model.norm, pdl)
+        model.rotaries = nn.ModuleList(RotaryTables(rotary) for rotary in model.rotaries)
+        model.norm = FusedNorm(model.norm, pdl)
         model.layers = nn.ModuleList(layers)
     else:
         most = products.max_tokens
         pairs = zip(model.layers, layers, strict=True)
         model.layers = nn.ModuleList(FewTokens(plain, fused, most) for plain, fused in pairs)
-        model.rotary = FewTokensRotary(model.rotary, most)
+        model.rotaries = nn.ModuleList(FewTokensRotary(rotary, most) for rotary in model.rotaries)
 
 
 @torch.no_grad()

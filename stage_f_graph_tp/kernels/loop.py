@@ -79,7 +79,7 @@ def five(layer: DecoderLayer, x: torch.Tensor, branch: torch.Tensor, place: tupl
 @torch.inference_mode()
 def main() -> None:
     model = load(PagedAttention()).to(DEVICE)
-    layer, rotary, config, sequence = model.layers[0], model.rotary, model.config, Sequence([])
+    layer, rotary, config, sequence = model.layers[0], model.rotaries[0], model.config, Sequence([])
     x, branch = torch.randn(2, 1, config.hidden_size, device=DEVICE)  # `branch` is to be added to `x` before the layer
     cache = tuple(torch.randn(2, 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim, device=DEVICE))
     last = torch.tensor([BLOCK_SIZE - 1], device=DEVICE)  # this token's position, and its slot in the only block

@@ -26,7 +26,7 @@ always in the same order, so that the sum is the same in every run.
 **Programmatic dependent launch** (`pdl.py`). A product's programs are in place, and know their positions, slots and
 rotations, when the kernel in front of it ends.
 
-With more tokens the library's large tiles win; `SKINNY_GEMM_MAX_TOKENS` is where that was measured.
+With more tokens the library's large tiles win; `skinny_limit` is where that was measured.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -50,7 +50,6 @@ from stage_f_graph_tp.kernels.skinny_gemm_kernels import (
     sum_squares_kernel,
 )
 
-SKINNY_GEMM_MAX_TOKENS = 32  # up to here these kernels were measured faster than library products with kernels between
 _COLUMNS = 128  # of 16-bit weights, loaded together
 _LARGE_HIDDEN = 3584  # the smallest hidden size that other tiles were measured faster for
 
@@ -70,11 +69,27 @@ class Tiles:
         rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
         splits: split-K, the number of parts that the weight's columns are cut into.
         stages: loads in flight, shared memory permitting.
+        tokens: in a program's tile, at most.
     """
 
     rows: int
     splits: int = 1
     stages: int = 6
+    tokens: int = 64
+
+    def block(self, tokens: int) -> int:
+        """Tokens of a tile, of this many in all: a power of two that tensor cores take."""
+        return max(16, min(self.tokens, _power_of_2(tokens)))
+
+
+def skinny_limit(hidden: int, ranks: int = 1) -> int:
+    """Return up to how many tokens these kernels were measured faster than the library's products with kernels between.
+
+    Several ranks end where the mailboxes do: 64 rows and 32 tokens are the largest tile that they sum in the kernel.
+    """
+    if hidden >= _LARGE_HIDDEN or ranks > 1:
+        return 32
+    return 128 if hidden <= 1024 else 64
 
 
 def sum_squares(x: Tensor, pdl: bool = True) -> Stream:
@@ -132,13 +147,15 @@ def qkv_rotate(
     k_cache, v_cache = layer_cache
     kv_heads, head_dim = k_cache.shape[2:]
     heads, half = num_heads + 2 * kv_heads, head_dim // 2
-    tiles = tiles or choose_tiles(heads * half, hidden, tokens, weight.device)
     whole = _power_of_2(half)
+    heights = (whole,) if head_norm is not None else ()
+    tiles = tiles or choose_tiles(heads * half, hidden, tokens, weight.device, heights)
     pairs = max(16, whole if head_norm is not None else min(tiles.rows, whole))
+    block = tiles.block(tokens)
     query = torch.empty(tokens, num_heads, head_dim, dtype=stream.x.dtype, device=stream.x.device)
     head_weight, head_eps = head_norm if head_norm is not None else (weight, 0.0)
     parts = len(stream.squares)
-    grid = heads * ceil_div(half, pairs), ceil_div(tokens, _token_block(tokens))
+    grid = heads * ceil_div(half, pairs), ceil_div(tokens, block)
     qkv_rotate_kernel[grid](
         stream.x,
         stream.x.stride(0),
@@ -165,7 +182,7 @@ def qkv_rotate(
         PAIRS=pairs,
         HAS_BIAS=bias is not None,
         HAS_NORM=head_norm is not None,
-        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * pairs, hidden, tiles.stages, pdl),
+        **_settings(block, stream.x.dtype, stream.x.device, 2 * pairs, hidden, tiles.stages, pdl),
     )
     return query
 
@@ -187,8 +204,8 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
     intermediate = weight.shape[0] // 2
     tiles = tiles or choose_tiles(intermediate, hidden, tokens, weight.device)
     out = torch.empty(tokens, intermediate, dtype=stream.x.dtype, device=stream.x.device)
-    parts = len(stream.squares)
-    gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, _token_block(tokens))](
+    parts, block = len(stream.squares), tiles.block(tokens)
+    gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, block)](
         stream.x,
         stream.x.stride(0),
         stream.squares,
@@ -201,7 +218,7 @@ def gate_up_silu(stream: Stream, eps: float, weight: Tensor, tiles: Tiles | None
         PARTS=_power_of_2(parts),
         INTERMEDIATE=intermediate,
         BLOCK_N=tiles.rows,
-        **_settings(tokens, stream.x.dtype, stream.x.device, 2 * tiles.rows, hidden, tiles.stages, pdl),
+        **_settings(block, stream.x.dtype, stream.x.device, 2 * tiles.rows, hidden, tiles.stages, pdl),
     )
     return out
 
@@ -230,7 +247,7 @@ def product_add(
     tokens, in_features = x.shape
     out_features = weight.shape[0]
     tiles = tiles or choose_tiles(out_features, in_features, tokens, weight.device, splits=True)
-    block_m = _token_block(tokens)
+    block_m = tiles.block(tokens)
     blocks = ceil_div(out_features, tiles.rows), ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
     if peers is not None and (num_tiles > PROGRAMS.value or 4 * tiles.rows * block_m > SLOT.value):
@@ -259,20 +276,32 @@ def product_add(
         BLOCK_N=tiles.rows,
         RANK=peers.rank if peers else 0,
         RANKS=peers.size if peers else 1,
-        **_settings(tokens, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits), tiles.stages, pdl),
+        **_settings(block_m, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits), tiles.stages, pdl),
     )
     return Stream(residual, squares)
 
 
-def choose_tiles(rows: int, columns: int, tokens: int, device: torch.device, splits: bool = False) -> Tiles:
+@lru_cache(maxsize=256)
+def choose_tiles(
+    rows: int,
+    columns: int,
+    tokens: int,
+    device: torch.device,
+    heights: tuple[int, ...] = (),
+    splits: bool = False,
+) -> Tiles:
     """Choose the tiles that were measured fastest on an H200.
 
-    `rows`: of the weight, or pairs of rows. `splits`: the product can split the columns (`product_add`).
-
-    Small models: the smallest tile whose programs all run at once, one per multiprocessor; 64 rows at most. Large ones:
-    64 weight rows (or 32 pairs), what Hopper's tensor cores multiply in one instruction, straight from shared memory.
+    Small models: the smallest tile whose programs all run at once, one per multiprocessor. Above 16 tokens, that is one
+    of 64 weight rows (or 32 pairs) at least, what Hopper's tensor cores multiply in one instruction, straight from
+    shared memory; only a product that is not split has smaller ones up to 32 tokens. Large models: 64 weight rows.
     Two splits of 3,584 or 4,096 rows fill the chip. A program with memory for fewer loads leaves room for others: of
     its own product, so that one multiplies while another waits, or of the next one, which is in place earlier.
+
+    Args:
+        rows: of the weight, or pairs of rows.
+        heights: rows of a tile, if they are not to be chosen.
+        splits: whether the product can split the columns (`product_add`).
     """
     sm_count = _chip(device)[0]
     if (rows if splits else columns) >= _LARGE_HIDDEN:
@@ -283,18 +312,24 @@ def choose_tiles(rows: int, columns: int, tokens: int, device: torch.device, spl
             return Tiles(32, stages=3)  # three run together
         return Tiles(32, stages=4 if programs == 4 else 8)  # two, or one
     parts = min(8, _power_of_2(ceil_div(columns, rows))) if splits else 1
-    for height in (16, 32):
-        if ceil_div(rows, height) * parts <= sm_count:
-            return Tiles(height, parts)
+    fewer = parts  # splits that still leave each program enough columns
+    if tokens > 16:
+        fewer = max(1, parts // 2)
+        heights = heights or ((32, 64) if not splits else (64,) if parts > 1 or tokens > 32 else ())
+    for height in heights or (16, 32, 64):
+        for block in (32, 64, 128):
+            for count in dict.fromkeys((parts, fewer)):
+                programs = ceil_div(rows, height) * ceil_div(tokens, block) * count
+                if programs <= sm_count:
+                    return Tiles(height, count, tokens=block)
     return Tiles(64, parts)
 
 
 @lru_cache(maxsize=256)
 def _settings(
-    tokens: int, dtype: torch.dtype, device: torch.device, height: int, size: int, stages: int, pdl: bool
+    block_m: int, dtype: torch.dtype, device: torch.device, height: int, size: int, stages: int, pdl: bool
 ) -> dict[str, Any]:
-    """Launch settings of all kernels. `height`: weight rows of a tile; `size`: columns that a program goes over."""
-    block_m = _token_block(tokens)
+    """Launch settings of all kernels, for tiles of `height` weight rows and `block_m` tokens, over `size` columns."""
     columns = _COLUMNS * 2 // dtype.itemsize
     stage_bytes = (height + block_m) * columns * dtype.itemsize
     return {
@@ -304,11 +339,6 @@ def _settings(
         "num_warps": 8 if height * block_m > 4096 else 4,  # sums in registers: 32 per thread at 4096 and 4 warps
         "num_stages": max(2, min(stages, _chip(device)[1] // stage_bytes)),
     } | pdl_settings(device, pdl)
-
-
-def _token_block(tokens: int) -> int:
-    """Tokens of a program's tile."""
-    return max(16, min(64, _power_of_2(tokens)))
 
 
 def _power_of_2(number: int) -> int:

@@ -89,6 +89,10 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype, block_size: int, ca
         return f"it needs compute capability {lowest[0]}.{lowest[1]}, and this GPU has {given}"
     if capability >= SMALL_SHARED_MEMORY:
         return f"it needs 227 KB of shared memory per block, and GPUs of compute capability {given} have 99"
+    if config.beyond_kernels:
+        return f"the model has {config.beyond_kernels}"
+    if len(set(config.layers)) > 1 or config.layers[0].window:
+        return "the model has layers with a window, or of several kinds"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the dtype is {dtype}; the kernel has float16 and bfloat16"
     if config.head_dim not in (64, 128):
@@ -135,8 +139,8 @@ class Megakernel:
         table = [_pointers(layer, config.num_heads) for layer in model.layers]
         self.layer_table = torch.tensor(table, dtype=torch.int64, device=weight.device)  # [layers, 9]
         # The model's tables hold both halves, sin with its sign; the kernel takes [positions, head_dim / 2] of each.
-        self.cos = model.rotary.cos[:, 0].float().contiguous()
-        self.sin = model.rotary.sin[:, 1].float().contiguous()
+        self.cos = model.rotaries[0].cos[:, 0].float().contiguous()
+        self.sin = model.rotaries[0].sin[:, 1].float().contiguous()
         multiprocessors = torch.cuda.get_device_properties(weight.device).multi_processor_count
         self._library = load_kernel(config, weight.dtype, multiprocessors, trace=trace)
         size = self._library.decode_workspace_bytes()

@@ -6,13 +6,14 @@ stage F.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.shard_sampling import ShardSampler
 from stage_f_graph_tp.tensor_parallel.sharding import build_sharded_model, check_divisible
-from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous, open_rendezvous, started_by_torchrun
-from stage_f_graph_tp.tensor_parallel.watch.worker_loop import run_torchrun_worker
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous, open_rendezvous
 from stage_f_graph_tp.tensor_parallel.watch.workers import Build, WorkerError, Workers, check_number
 
 __all__ = [
@@ -26,11 +27,12 @@ __all__ = [
     "check_divisible",
     "check_number",
     "start_ranks",
+    "started_by_torchrun",
 ]
 
 
 def start_ranks(size: int, asked: str, device: torch.device, build: Build) -> tuple[Rendezvous, Workers]:
-    """Start the other ranks, or find those that torchrun started. Returns on rank 0 only.
+    """Start the other ranks, each in a process of this machine.
 
     Args:
         size: the number of ranks.
@@ -40,12 +42,16 @@ def start_ranks(size: int, asked: str, device: torch.device, build: Build) -> tu
             it returns is called with every further message.
 
     Raises:
-        ValueError: there are not that many GPUs or processes of torchrun.
+        ValueError: there are not that many GPUs, or torchrun has started other processes already.
     """
-    if device.type == "cuda" and not started_by_torchrun() and size > torch.cuda.device_count():
+    if started_by_torchrun():
+        raise ValueError(f"{asked} under torchrun: use `from beyond import LLM`, or start one process without torchrun")
+    if device.type == "cuda" and size > torch.cuda.device_count():
         raise ValueError(f"{asked}, but there are {torch.cuda.device_count()} GPUs")
-    rendezvous = open_rendezvous(size, asked)
-    if rendezvous.rank > 0:
-        run_torchrun_worker(rendezvous, build)
-    workers = Workers(rendezvous, build)
-    return workers.rendezvous, workers
+    rendezvous = open_rendezvous(size)
+    return rendezvous, Workers(rendezvous, build)
+
+
+def started_by_torchrun() -> bool:
+    """Tell whether `torchrun` started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ

@@ -74,7 +74,7 @@ class RankGroup:
         self._abort: threading.Thread | None = None
         self._is_watching = workers is not None
         # A connection to a host that has disappeared does not break: gloo would wait for a minute.
-        self._may_lose_hosts = rendezvous.is_torchrun and device.type == "cpu" and workers is not None
+        self._may_lose_hosts = rendezvous.has_hosts and device.type == "cpu" and workers is not None
         if workers is not None:
             self._check = workers.check
             self._awaited = workers.awaited

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from stage_a_naive.contract.filters import HOTTEST
 from stage_a_naive.contract.noise import gumbel_from_bits, mix32
+from stage_a_naive.sampling import where_finite
 from stage_d_paged.sampler.reference import sample_reference
 from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
 
@@ -43,12 +44,15 @@ class ShardSampler:
         tokens = torch.arange(head.weight.shape[0], device=device)
         self._mixed_ids = mix32(head.first + tokens) if device.type == "cpu" else None
 
-    def __call__(self, hidden: Tensor, temperatures: Tensor, noise_keys: Tensor) -> Tensor:
-        """Choose a token for every row of the final states `[rows, hidden]`: int64 `[rows]`, the same on all ranks.
+    def __call__(self, hidden: Tensor, temperatures: Tensor, noise_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose a token for every row of the final states `[rows, hidden]`, the same on all ranks.
 
         Args:
             temperatures: float32 `[rows]`.
             noise_keys: int32 `[rows]`, the bits of `noise_key(seed, step)`.
+
+        Returns:
+            ids int64 `[rows]`, and the same for the host: see `Sampler.choose`.
         """
         scores = self._head.own_logits(hidden)  # [rows, columns]
         scores[:, self._count :] = -math.inf
@@ -83,8 +87,8 @@ def find_winners(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, first
     return torch.stack([logit, noise, scores.amax(-1).float(), (first + best).float()])[..., None]
 
 
-def compare_winners(winners: Tensor, temperatures: Tensor) -> Tensor:
-    """Find the best token of every row among the winners of its parts.
+def compare_winners(winners: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the best token of every row among the winners of its parts; returns ids, and the same for the host.
 
     Args:
         winners: float32 `[ranks, 4, rows, parts]`, as `find_winners` returns them; ids ascend with ranks and parts.
@@ -94,4 +98,5 @@ def compare_winners(winners: Tensor, temperatures: Tensor) -> Tensor:
     greedy = (temperatures == 0)[:, None]
     shifted = (logits - highest.amax(-1, keepdim=True)) / temperatures[:, None].masked_fill(greedy, 1)
     best = torch.where(greedy, logits, shifted + noise).argmax(-1, keepdim=True)  # of equals the first
-    return ids.gather(1, best)[:, 0].long()
+    chosen = ids.gather(1, best)[:, 0].long()
+    return chosen, where_finite(chosen, highest)

@@ -14,8 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stage_e_batching.sampler.arithmetic import best_of_stretch, gumbel, load_temperature
+from stage_a_naive.contract.outputs import NO_TOKEN
+from stage_e_batching.sampler.arithmetic import best_of_stretch, gumbel, is_infinite, load_logits, load_temperature
 from stage_e_batching.sampler.kernels import SPAN, score_of_winner
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -34,7 +37,7 @@ def _best_of_stretch_kernel(
     stretch = tl.program_id(1)
     stretches = tl.num_programs(1)
     column = stretch * SPAN + tl.arange(0, SPAN)
-    logit = tl.load(scores + row * row_stride + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+    logit = load_logits(scores + row * row_stride, column, column < columns)
     temperature = load_temperature(temperatures, row)
     key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
     highest = tl.max(logit, 0)
@@ -49,7 +52,7 @@ def _best_of_stretch_kernel(
 
 @triton.jit
 def _best_of_row_kernel(
-    ids,  # int64 [rows]
+    ids,  # int64 [2, rows]: the tokens, and the same with `NO_TOKEN`
     temperatures,  # float32 [rows]
     winners,  # float32 [ranks, 4, rows, stretches]
     stretches,
@@ -67,7 +70,9 @@ def _best_of_row_kernel(
     score = score_of_winner(logit, noise, highest, load_temperature(temperatures, row))
     best = tl.argmax(score, 0, tie_break_left=True)
     token = tl.load(place + 3 * plane, mask=inside, other=0.0)
-    tl.store(ids + row, tl.sum(tl.where(i == best, token, 0.0), 0).to(tl.int64))
+    token = tl.where(is_infinite(highest), 0, tl.sum(tl.where(i == best, token, 0.0), 0).to(tl.int64))
+    tl.store(ids + row, token)
+    tl.store(ids + tl.num_programs(0) + row, tl.where(is_infinite(highest), _NO_TOKEN, token))
 
 
 def find_winners(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, first: int) -> Tensor:
@@ -90,10 +95,10 @@ def find_winners(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, first
     return winners
 
 
-def compare_winners(winners: Tensor, temperatures: Tensor) -> Tensor:
+def compare_winners(winners: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """See `shard_sampling.compare_winners`."""
     ranks, _, rows, stretches = winners.shape
-    ids = torch.empty(rows, dtype=torch.int64, device=winners.device)
+    ids = torch.empty(2, rows, dtype=torch.int64, device=winners.device)
     _best_of_row_kernel[(rows,)](
         ids,
         temperatures,
@@ -103,4 +108,4 @@ def compare_winners(winners: Tensor, temperatures: Tensor) -> Tensor:
         COUNT_PAD=triton.next_power_of_2(ranks * stretches),
         num_warps=1,
     )
-    return ids
+    return ids[0], ids[1]

@@ -99,7 +99,7 @@ class ShardedTensors:
     """
 
     def __init__(self, whole: TensorSource, config: ModelConfig, rank: int, size: int) -> None:
-        self.name, self._whole = whole.name, whole
+        self.name, self._whole, self._rank = whole.name, whole, rank
         kv_dim, kv_parts = config.num_kv_heads * config.head_dim, min(size, config.num_kv_heads)
         rows = {"q_proj": config.num_heads * config.head_dim, "embed_tokens": config.vocab_size}
         rows |= {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
@@ -113,19 +113,28 @@ class ShardedTensors:
     def names(self) -> set[str] | None:
         return self._whole.names()
 
+    def _cut(self, name: str) -> tuple[int, int, int, int] | None:
+        matrix, kind = name.split(".")[-2:]
+        cut = self._cuts.get(matrix)
+        return None if cut is None or (kind == "bias" and cut[0] == 1) else cut
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of this rank's slice; of a tensor that cannot be cut like this, its whole shape."""
-        stored, cut = self._whole.shape(name), self._cuts.get(name.split(".")[-2])
+        stored, cut = self._whole.shape(name), self._cut(name)
         if stored is None or cut is None:
             return stored
         dim, total, parts, _ = cut
         return (*stored[:dim], -(-total // parts), *stored[dim + 1 :]) if stored[dim] == total else stored
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        """Read this rank's slice of the tensor `name`, of shape `shape`. Rows past the whole's end are zeros."""
-        cut = self._cuts.get(name.split(".")[-2])
+        """Read this rank's slice of the tensor `name`, of shape `shape`. Rows past the whole's end are zeros.
+
+        The ranks' sums are added up: so a bias behind columns is rank 0's, and zeros on the others.
+        """
+        cut = self._cut(name)
         if cut is None:
-            return self._whole.lazy(name, shape)
+            behind_columns = name.endswith(".bias") and self._rank > 0
+            return torch.zeros(shape) if behind_columns else self._whole.lazy(name, shape)
         dim, total, _, part = cut
         start = min(part * shape[dim], total)
         stop = min(start + shape[dim], total)
@@ -136,7 +145,7 @@ class ShardedTensors:
 
 
 class RowParallelLinear(nn.Module):
-    """Some columns of the matrix: the ranks' partial sums are added up, then the residual.
+    """Some columns of the matrix: the ranks' partial sums are added up, then the residual, if there is one.
 
     Args:
         linear: stage D's layer, holding this rank's columns.
@@ -147,7 +156,7 @@ class RowParallelLinear(nn.Module):
         self.linear = linear
         self.group = group
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.group.all_reduce(self.linear(x), residual)
 
     @property

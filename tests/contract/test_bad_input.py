@@ -21,6 +21,16 @@ BAD = {
         SamplingParams(logit_bias={5: 1, 4096: 1}),
         "logit_bias of prompt 0: token id 4096 is outside the vocabulary of 4096",
     ),
+    "an allowed token beyond the vocabulary": (
+        ["a"],
+        SamplingParams(allowed_token_ids=[4096, 3]),
+        "allowed_token_ids of prompt 0: token id 4096 is outside the vocabulary of 4096",
+    ),
+    "nothing that is allowed and not forbidden": (
+        ["a", "b"],
+        [GREEDY, SamplingParams(allowed_token_ids=[70, 71], min_tokens=2, stop_token_ids=[71, 70])],
+        "allowed_token_ids of prompt 1 has only tokens that min_tokens or bad_words may forbid; allow one more",
+    ),
     "a long prompt": ([[7] * 4096], GREEDY, r"prompt 0 has 4096 tokens; .* at most \d+ fit"),
     "one list of tokens": ([1, 2], GREEDY, "wrap it in a list"),
     "bytes": (b"abc", GREEDY, "bytes first"),

@@ -23,11 +23,11 @@ sys.meta_path.insert(0, Interrupt())
 """
 COMMANDS = [
     *(["-m", name] for name in ("stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged")),
-    *(["-m", name] for name in ("stage_e_batching", "stage_f_graph_tp", "stage_c_fused_mlp.extension", "doctor")),
+    *(["-m", name] for name in ("stage_e_batching", "stage_f_graph_tp", "stage_c_fused_mlp.extension", "tools.doctor")),
     *(["-m", f"beyond.{name}"] for name in ("serving", "quantization", "speculation", "scale_out")),
     *(["-m", f"labs.{name}"] for name in ("starter", "grade", "progress", "hint", "pack")),
     *(["-m", f"benchmarks.{name}"] for name in ("run", "report", "pictures", "micro", "serve")),
-    ["-m", "tests.soak"],
+    ["-m", "tools.soak"],
     ["notebooks/run.py"],
 ]
 

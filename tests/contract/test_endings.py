@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from contract.engines import GREEDY, PROMPTS, ask, ids, listener, sampler
+from contract.engines import CHATS, GREEDY, PROMPTS, ask, ids, listener, sampler
 from stage_a_naive import SamplingParams
 
 OTHER_EOS = 77  # named in generation_config.json, unknown to the tokenizer
@@ -85,3 +85,44 @@ def test_a_stop_token_ends_an_answer_at_that_token_and_the_others_go_on(llm, exp
 def test_requests_that_end_one_after_another_change_no_token_of_the_others(llm, expected) -> None:
     params = [replace(GREEDY, max_tokens=n) for n in (1, 10, 3, 7, 2)]
     assert ask(llm, PROMPTS, params) == [ids[: p.max_tokens] for ids, p in zip(expected, params, strict=True)]
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["at the end", "streamed"])
+def test_the_text_keeps_the_stop_string_or_token_where_it_is_asked_to(tutor, listens: bool) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40)
+    [free] = tutor.chat(CHATS[0], params, False)
+    ids, text = free["token_ids"], free["text"]
+    stop = text[9:14]
+    assert text.find(stop) == 9
+    asked = [{"stop": stop}, {"stop": [stop[1:], stop]}, {"stop": [stop, stop[:3]]}, {"stop_token_ids": ids[5:6]}]
+    kept = [replace(params, include_stop_str_in_output=True, **one) for one in asked]
+    heard, listen = listener(5)
+    outputs = tutor.chat([CHATS[0]] * 5, [*kept, replace(params, stop=stop)], False, listen if listens else None)
+    first = ids.index(ids[5])
+    wanted = [text[:14], text[:14], text[:12], tutor.tokenizer.decode(ids[: first + 1]), text[:9]]
+    assert [output["text"] for output in outputs] == wanted
+    if listens:
+        assert heard == wanted
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["at the end", "streamed"])
+def test_the_text_has_special_tokens_where_it_is_asked_to(tutor, listens: bool) -> None:
+    eos = tutor.tokenizer.eos_token_id
+    [word] = tutor.tokenizer.encode("a")
+    script = [word, eos, word, eos]
+    params = SamplingParams(seed=0, max_tokens=9, ignore_eos=True, skip_special_tokens=False)
+    asked = [
+        replace(params, max_tokens=4),
+        replace(params, max_tokens=4, skip_special_tokens=True),
+        replace(params, ignore_eos=False, min_tokens=3, include_stop_str_in_output=True),
+        replace(params, ignore_eos=False, min_tokens=3),
+    ]
+    heard, listen = listener(4)
+    asked = [replace(one, seed=i) for i, one in enumerate(asked)]
+    with sampler(tutor, scripted([script] * 4)):
+        outputs = tutor.generate(["x"] * 4, asked, False, listen if listens else None)
+    end = tutor.tokenizer.eos_token
+    assert [output["text"] for output in outputs] == [f"a{end}a{end}", "aa", f"a{end}a{end}", f"a{end}a"]
+    assert [output["finish_reason"] for output in outputs] == ["length", "length", "stop", "stop"]
+    if listens:
+        assert heard == [output["text"] for output in outputs]

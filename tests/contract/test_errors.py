@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from interrupts import fail_at_token
+from safetensors.torch import load_file, save_file
 
-from contract.engines import GREEDY, NOTHING, PROMPTS, ask, finish, forward_calls, held, ids, waiting_call
+from contract.engines import GREEDY, NOTHING, PROMPTS, ask, finish, forward_calls, held, ids, sampler, waiting_call
+from stage_a_naive import LLM as NaiveLLM
+from stage_a_naive import GenerationOutput, SamplingParams
 
 READ_AS_IT_COMES = replace(GREEDY, stop="zzz")
+BAD = 1  # the prompt of PROMPTS that fails
+PARAMS = [replace(READ_AS_IT_COMES, seed=i) for i in range(len(PROMPTS))]
+
+
+def choose_but_for_one(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Sample greedily; fail where one of the rows is that of the bad prompt."""
+    if BAD in [own.seed for own in params]:
+        raise LookupError("no token")
+    return logits.argmax(-1)
+
+
+def raising_at_piece(number: int) -> Callable[[int, str], None]:
+    """A callback that raises when it is told this piece of the bad prompt's text, and may not be told another."""
+    told: Counter[int] = Counter()
+
+    def listen(index: int, piece: str) -> None:
+        told[index] += 1
+        assert told[BAD] <= number, "it was told more after its error"
+        if (index, told[BAD]) == (BAD, number):
+            raise LookupError("stop here")
+
+    return listen
+
+
+@contextmanager
+def raised() -> Iterator[list[GenerationOutput]]:
+    """All outputs of the call in the block, which raises; filled in at the end of the block."""
+    outputs: list[GenerationOutput] = []
+    with pytest.raises((LookupError, UnicodeError)) as caught:
+        yield outputs
+    outputs += caught.value.outputs
+    assert [output.get("error") for output in outputs].count(caught.value) == 1
+
+
+def check_that_one_failed(outputs: list[GenerationOutput], expected: list[list[int]]) -> None:
+    reasons = [output["finish_reason"] for output in outputs]
+    assert reasons == ["length" if i != BAD else "error" for i in range(len(PROMPTS))]
+    for i, (output, tokens) in enumerate(zip(outputs, expected, strict=True)):
+        assert output["token_ids"] == (tokens[: len(output["token_ids"])] if i == BAD else tokens)
+        assert output["prompt_token_ids"] == PROMPTS[i]
+        assert min(output["metrics"][name] for name in ("prefill_time", "decode_time", "ttft", "tpot")) >= 0
 
 
 def stopping(error: type[BaseException]) -> Callable[[int, str], None]:
@@ -21,6 +68,49 @@ def stopping(error: type[BaseException]) -> Callable[[int, str], None]:
         raise error("stop here")
 
     return stop
+
+
+def test_what_a_sampler_raises_for_one_prompt_costs_no_other_its_answer(llm, expected) -> None:
+    with sampler(llm, choose_but_for_one), raised() as outputs:
+        llm.generate(PROMPTS, PARAMS, False)
+    check_that_one_failed(outputs, expected)
+    assert outputs[BAD]["token_ids"] == [] and outputs[BAD]["text"] == ""
+    assert ask(llm, PROMPTS) == expected
+
+
+def test_what_a_callback_raises_for_one_prompt_costs_no_other_its_answer(llm, expected) -> None:
+    pieces: Counter[int] = Counter()
+    texts = [output["text"] for output in llm.generate(PROMPTS, PARAMS, False, lambda i, _: pieces.update([i]))]
+    for number in (1, pieces[BAD]):  # the last one is told when all tokens are there
+        with raised() as outputs:
+            llm.generate(PROMPTS, PARAMS, False, raising_at_piece(number))
+        check_that_one_failed(outputs, expected)
+        assert [output["text"] for output in outputs[BAD + 1 :]] == texts[BAD + 1 :]
+    assert outputs[BAD]["token_ids"] == expected[BAD]
+    assert ask(llm, PROMPTS) == expected
+
+
+def test_an_error_in_one_prompts_text_costs_no_other_its_answer(llm, expected, monkeypatch) -> None:
+    others = {token for i, tokens in enumerate(expected) if i != BAD for token in tokens}
+    at = next(i for i, token in enumerate(expected[BAD]) if token not in others and i > 2)
+    fail_at_token(monkeypatch, expected[BAD][at])
+    with raised() as outputs:
+        llm.generate(PROMPTS, PARAMS, False)
+    check_that_one_failed(outputs, expected)
+    assert outputs[BAD]["token_ids"] == expected[BAD][: at + 1]
+    assert outputs[BAD]["text"] == llm.tokenizer.decode(expected[BAD][:at])
+
+
+@pytest.mark.needs("side by side")
+def test_a_stream_goes_on_with_the_others_when_one_prompt_fails(llm, expected) -> None:
+    told = [""] * len(PROMPTS)
+    with sampler(llm, choose_but_for_one):
+        stream = llm.stream(PROMPTS, PARAMS)
+    with raised() as outputs:
+        for index, piece in stream:
+            told[index] += piece
+    check_that_one_failed(outputs, expected)
+    assert told == [output["text"] for output in outputs]
 
 
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
@@ -136,3 +226,42 @@ def test_a_request_that_was_added_and_aborted_is_no_error_of_the_steps_after(llm
         outputs.update(llm.step()[0])
     assert llm.calls.abort(aborted) and not llm.calls.abort(aborted)
     assert outputs | finish(llm) == {kept: expected[1]}
+
+
+OVERFLOWING = ["What is a KV cache?", "Why?", "What is prefill?", "用要点概述", "A block table"]
+WAYS = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    {"temperature": 0.9, "seed": 2},
+    {"top_p": 0.9, "seed": 3},
+]
+
+
+@pytest.fixture
+def overflowing(tutor_copy: Path) -> Path:
+    """A checkpoint of finite weights whose logits are infinite or NaN where one channel of its last norm is above 1."""
+    [path] = tutor_copy.glob("*.safetensors")
+    weights = load_file(path)
+    weights["model.norm.weight"][20] = 3e38
+    save_file(weights, path, metadata={"format": "pt"})
+    return tutor_copy
+
+
+def ends(llm: NaiveLLM, prompts: list[str], params: list[SamplingParams]) -> list[tuple[list[int], str]]:
+    with pytest.raises(FloatingPointError, match="scores for the next token have no finite maximum") as caught:
+        llm.generate(prompts, params, False)
+    return [(output["token_ids"], output["finish_reason"]) for output in caught.value.outputs]
+
+
+@pytest.mark.needs("exact")
+def test_scores_without_a_finite_maximum_end_their_request_at_the_first_such_step(engine, overflowing: Path) -> None:
+    asked = [(prompt, way) for way in WAYS for prompt in OVERFLOWING]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, **way) for _, way in asked]
+    prompts = [prompt for prompt, _ in asked]
+    expected = ends(NaiveLLM(overflowing, device="cpu"), prompts, params)
+    assert {len(token_ids) for token_ids, reason in expected if reason == "error"} >= {1, 5, 8}
+    assert "length" in [reason for _, reason in expected]
+    with engine.made(overflowing) as llm:
+        assert ends(llm, prompts, params) == expected
+        with sampler(llm, lambda logits, params: logits.nan_to_num(0, 0).argmax(-1)):
+            assert "error" in [reason for _, reason in ends(llm, OVERFLOWING, params[:5])]

@@ -176,6 +176,19 @@ def test_an_added_request_that_fails_beside_a_call_is_the_error_of_the_next_step
     assert llm.is_finished()
 
 
+@pytest.mark.needs("pool")
+def test_a_call_and_an_added_request_that_fail_together_have_an_error_each(llm) -> None:
+    says = "token id 4096, outside the vocabulary of 4096"
+    with sampler(llm, outside):
+        llm.add_request(PROMPTS[0], GREEDY)
+        with pytest.raises(ValueError, match=says):
+            ask(llm, PROMPTS[1:3])
+    assert not llm.is_finished()
+    with pytest.raises(ValueError, match=says):
+        finish(llm)
+    assert llm.is_finished()
+
+
 @pytest.mark.needs("side by side")
 def test_a_replaced_sampler_belongs_to_the_requests_that_came_while_it_was_set(llm, expected) -> None:
     rows: list[int] = []

@@ -9,8 +9,12 @@ import pytest
 
 from contract.engines import ask, sampler
 from stage_a_naive import SamplingParams
+from stage_a_naive.contract.structured_outputs import GrammarError
 
 pytest.importorskip("llguidance")
+
+from beyond.structured.constraints import Constraints
+from stage_e_batching.step import BatchSequence
 
 SCHEMA = {
     "type": "object",
@@ -98,8 +102,33 @@ def test_a_form_that_cannot_be_had_is_refused_by_name(tutor, message: str) -> No
 def test_what_cannot_be_combined_with_a_form_is_refused_with_advice(tutor) -> None:
     with pytest.raises(ValueError, match="ignore_eos=True: an answer ends where"):
         ask(tutor, PROMPT, SamplingParams(ignore_eos=True, structured_outputs={"regex": "a"}))
+    for given in ({"min_tokens": 1}, {"bad_words": ["a"]}, {"allowed_token_ids": [7]}):
+        [name] = given
+        with pytest.raises(ValueError, match=f"combined with {name}: it may forbid what the form needs next"):
+            ask(tutor, PROMPT, SamplingParams(structured_outputs={"regex": "a"}, **given))
     with sampler(tutor, lambda logits, params: logits.argmax(-1)), pytest.raises(ValueError, match="sampling_fn"):
         ask(tutor, PROMPT, SamplingParams(structured_outputs={"regex": "a"}))
+
+
+@pytest.mark.needs("structured")
+def test_a_form_that_gets_stuck_costs_no_other_prompt_its_answer(tutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = Constraints.admit
+
+    def stuck(self: Constraints, sequence: BatchSequence) -> bool:
+        wants_form, form = admit(self, sequence), sequence.request.params.structured_outputs
+        if form is not None and form.kind == "regex":
+            self._answers[sequence.batch_slot].matcher = GrammarError("structured_outputs: no text has this form")
+        return wants_form
+
+    params = [SamplingParams(max_tokens=90, structured_outputs=form) for form in FORMS]
+    monkeypatch.setattr(Constraints, "admit", stuck)
+    with pytest.raises(GrammarError, match="no text has this form") as caught:
+        tutor.generate([PROMPT] * len(params), params, False)
+    outputs = caught.value.outputs
+    assert [output["finish_reason"] == "error" for output in outputs] == [False, True, False, False]
+    assert outputs[1]["error"] is caught.value
+    for i in (0, 2):
+        check(outputs[i], params[i], tutor.eos_token_ids)
 
 
 def test_an_engine_without_constrained_decoding_names_one_with_it(engine, llm) -> None:

@@ -32,7 +32,13 @@ class QuantizedReferenceAttention:
             cache.scales[slots // block_size, :, slots % block_size] = scales
 
     def attend(
-        self, query: Tensor, k_cache: Quantized, v_cache: Quantized, metadata: AttentionMetadata, scale: float
+        self,
+        query: Tensor,
+        k_cache: Quantized,
+        v_cache: Quantized,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int = 0,
     ) -> Tensor:
         """Stage D's attention on a small pool: the blocks of this batch alone, in the model's dtype."""
         tables, block_size = metadata.block_tables, k_cache.values.shape[1]
@@ -41,7 +47,7 @@ class QuantizedReferenceAttention:
         tables = tables.masked_fill(first >= metadata.context_lens[:, None], 0)
         used, tables = tables.unique(return_inverse=True)
         keys, values = (_dequantize(cache, used, query.dtype) for cache in (k_cache, v_cache))
-        return self._attention.attend(query, keys, values, replace(metadata, block_tables=tables.int()), scale)
+        return self._attention.attend(query, keys, values, replace(metadata, block_tables=tables.int()), scale, window)
 
 
 def _dequantize(cache: Quantized, blocks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ from beyond.quantization.conversion import keep_layout, to_16_bits
 from beyond.quantization.formats import Quantized
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.attention.decode_plan import DecodeConfig, plan_decode
-from stage_d_paged.attention.triton_decode import LOG2_E, look_up, slots_of, write_result
+from stage_d_paged.attention.triton_decode import LOG2_E, first_visible, look_up, slots_of, write_result
 
 
 @triton.jit
@@ -52,6 +52,7 @@ def quantized_online_softmax(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Attend to the tiles of BLOCK_N keys that begin at first, first + step, … below `context_len`.
 
@@ -66,6 +67,8 @@ def quantized_online_softmax(
     acc = tl.zeros([HEAD_PAD, GROUP_PAD], tl.float32)
     for start in range(first, context_len, step):
         valid = start + key < context_len
+        if WINDOW > 0:
+            valid = valid & (start + key >= context_len - WINDOW)
         inside = valid[:, None] & (column < HEAD_DIM)
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
         # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
@@ -123,6 +126,7 @@ def quantized_decode_kernel(
     SPLITS_PAD: tl.constexpr,
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`, and the scales."""
     kv_head = tl.program_id(0) % KV_HEADS
@@ -138,8 +142,11 @@ def quantized_decode_kernel(
     head = kv_head * GROUP  # the first query head of the group
     table = block_tables + seq * table_width
     context_len = tl.load(context_lens + seq)
-    block = look_up(table, split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
-    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len, split_keys)), 1)  # those that have work
+    first = 0
+    if WINDOW > 0:
+        first = first_visible(context_len, WINDOW, BLOCK_N)
+    block = look_up(table, first + split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # those that have work
     if split >= splits:
         return
     query_offset = token * query_stride + (head + row) * HEAD_DIM + column
@@ -152,7 +159,7 @@ def quantized_decode_kernel(
         v_scales,
         table,
         block,
-        split * BLOCK_N,
+        first + split * BLOCK_N,
         splits * BLOCK_N,
         context_len,
         kv_head,
@@ -165,6 +172,7 @@ def quantized_decode_kernel(
         BLOCK_SIZE,
         BLOCK_N,
         PRECISION,
+        WINDOW,
     )
     heads: tl.constexpr = KV_HEADS * GROUP
     write_result(
@@ -192,10 +200,10 @@ def choose_quantized_config(pairs: int, head_dim: int, element_size: int, stored
     """Choose by what was tried on an H200 with 32 contexts of 640 and of 4096; None is stage D's choice.
 
     With int8 and heads of 128, one warp per program was the fastest, which never waits for other warps. Other formats
-    were tried with two alone. `pairs` is sequences × KV heads: fewer than 64 were not tried; `element_size` is the
-    query's: float32 has stage D's small tiles.
+    were tried with two alone. `pairs` is sequences × KV heads: fewer than 64 were not tried, nor were heads of more
+    than 128. `element_size` is the query's: float32 has stage D's small tiles.
     """
-    if pairs < 64 or element_size == 4:
+    if pairs < 64 or element_size == 4 or head_dim > 128:
         return None
     if stored == torch.int8 and head_dim > 64:
         return DecodeConfig(32, num_warps=1, num_stages=3, programs_per_sm=8, min_splits=2)
@@ -212,6 +220,7 @@ def decode(
     arrival_counters: Tensor,  # int32 [seqs * kv_heads] at least, zeros; left as zeros
     sm_count: int,
     config: DecodeConfig | None = None,
+    window: int = 0,
 ) -> None:
     """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
     tables, lengths, values = metadata.block_tables, metadata.context_lens, k_cache.values
@@ -219,7 +228,7 @@ def decode(
     if config is None:
         config = choose_quantized_config(len(lengths) * kv_heads, head_dim, query.element_size(), values.dtype)
     plan = plan_decode(
-        len(lengths), metadata.max_context_len, query.shape[1], *values.shape[1:], query.dtype, sm_count, config
+        len(lengths), metadata.max_context_len, query.shape[1], *values.shape[1:], query.dtype, sm_count, config, window
     )
     constants = plan.constants | {"GROUP_PAD": max(8, plan.constants["ROWS"])}  # columns of the products here
     partial_out, partial_lse = plan.make_partials(query.device)

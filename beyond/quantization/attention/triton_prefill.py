@@ -30,8 +30,10 @@ SCRATCH_BYTES = 1 << 28  # for the keys and values of one layer
 TOKENS_PER_PROGRAM = 64
 
 
-def choose_prefill_config(element_size: int) -> PrefillConfig:
+def choose_prefill_config(element_size: int, head_dim: int) -> PrefillConfig:
     """Choose the tiles; `element_size` is that of the queries."""
+    if head_dim > 128:
+        return in_16_bits.choose_prefill_config(element_size, False, 0, head_dim)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
     return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)
@@ -54,6 +56,7 @@ def dequantize_blocks_kernel(
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query sees; 0: all
 ):
     """Write TOKENS keys and values of one head as `value * scale`, to the block that is numbered as its table entry."""
     entry = tl.program_id(0)
@@ -62,8 +65,11 @@ def dequantize_blocks_kernel(
     token = tl.program_id(1) // KV_HEADS * TOKENS + tl.arange(0, TOKENS)
     context_len = tl.load(context_lens + seq)
     first = entry % table_width * BLOCK_SIZE  # of the block's positions
-    is_prefill = tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > 1
-    if is_prefill & (first < context_len):
+    query_len = tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq)
+    is_read = (query_len > 1) & (first < context_len)
+    if WINDOW > 0:
+        is_read = is_read & (first + BLOCK_SIZE > context_len - query_len + 1 - WINDOW)
+    if is_read:
         block = tl.load(block_tables + entry).to(tl.int64)
         valid = (token < BLOCK_SIZE) & (first + token < context_len)
         column = tl.arange(0, HEAD_PAD)[None, :]
@@ -81,12 +87,12 @@ def dequantize_blocks_kernel(
 
 
 def dequantize_blocks(
-    k_cache: Quantized, v_cache: Quantized, metadata: AttentionMetadata, dtype: torch.dtype
+    k_cache: Quantized, v_cache: Quantized, metadata: AttentionMetadata, dtype: torch.dtype, window: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Write the blocks of all sequences that have more than one query once more, in `dtype`.
 
     Returns keys and values, `[seqs * table_width, block_size, kv_heads, head_dim]`, and the block tables for them.
-    Blocks of other sequences, and tokens past a context's end, are uninitialised.
+    Blocks of other sequences or before the window, and tokens past a context's end, are uninitialised.
     """
     seqs, width = metadata.block_tables.shape
     block_size, kv_heads, head_dim = k_cache.values.shape[1:]
@@ -109,6 +115,7 @@ def dequantize_blocks(
         HEAD_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         TOKENS=tokens,
+        WINDOW=window,
         num_warps=4,
     )
     return keys, values, torch.arange(seqs * width, dtype=torch.int32, device=device).view(seqs, width)
@@ -121,13 +128,14 @@ def prefill(
     metadata: AttentionMetadata,
     scale: float,
     out: Tensor,  # [tokens, heads, head_dim], contiguous
+    window: int = 0,
 ) -> None:
     """Write to `out` the attention of every sequence that has more than one query; other rows are left alone."""
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     block_bytes = 2 * block_size * kv_heads * head_dim * query.element_size()
     if metadata.block_tables.numel() * block_bytes <= SCRATCH_BYTES:
-        *caches, tables = dequantize_blocks(k_cache, v_cache, metadata, query.dtype)
-        in_16_bits.prefill(query, *caches, replace(metadata, block_tables=tables), scale, out)
+        *caches, tables = dequantize_blocks(k_cache, v_cache, metadata, query.dtype, window)
+        in_16_bits.prefill(query, *caches, replace(metadata, block_tables=tables), scale, out, window=window)
         return
-    config, scales = choose_prefill_config(query.element_size()), (k_cache.scales, v_cache.scales)
-    in_16_bits.prefill(query, k_cache.values, v_cache.values, metadata, scale, out, config, scales)
+    config, scales = choose_prefill_config(query.element_size(), head_dim), (k_cache.scales, v_cache.scales)
+    in_16_bits.prefill(query, k_cache.values, v_cache.values, metadata, scale, out, config, scales, window)

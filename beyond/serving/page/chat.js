@@ -1,6 +1,6 @@
 // The chat box: a client of /v1/chat/completions like any other.
 
-import { events } from "./server.js";
+import { events, post } from "./server.js";
 import { t } from "./words.js";
 
 const find = (id) => document.getElementById(id);
@@ -8,38 +8,69 @@ const messages = find("messages");
 let conversation = [];
 let running = null; // aborts the answer under way
 
+// What ends an answer, as the API calls it.
+const ends = () => ({
+  stop: t("complete"),
+  length: t("cut off: it has as many tokens as were allowed"),
+});
+
 function show(role, text) {
   const message = document.createElement("p");
   message.className = `message ${role}`;
   message.textContent = text;
   messages.append(message);
-  message.scrollIntoView();
+  message.scrollIntoView({ block: "nearest" });
   return message;
 }
 
-async function answer() {
-  const body = {
-    messages: conversation,
-    stream: true,
-    n: find("answers").valueAsNumber,
-    max_tokens: find("most-tokens").valueAsNumber,
-    temperature: find("temperature").valueAsNumber,
-  };
-  const shown = [];
-  try {
-    for await (const event of events("/v1/chat/completions", body, running.signal)) {
-      if (event === "[DONE]") break;
-      const told = JSON.parse(event);
-      if (told.error) throw new Error(told.error.message);
-      for (const { index, delta } of told.choices) {
-        shown[index] ??= show("assistant", "");
-        shown[index].textContent += delta.content;
-      }
+// The end of what is written stays in sight, unless somebody has scrolled up to read.
+function write(change) {
+  const follows = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 40;
+  change();
+  if (follows) messages.scrollTop = messages.scrollHeight;
+}
+
+function showEnd(message, reason, before) {
+  const note = document.createElement("p");
+  note.className = "end";
+  note.textContent = ends()[reason] ?? reason;
+  if (reason === "length") {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = t("Go on");
+    button.addEventListener("click", () => goOn(message, note, before));
+    note.append(" ", button);
+  }
+  write(() => message.after(note));
+}
+
+// Reads a stream of answers to the conversation `before`, each into the message that `of` has for its index.
+async function read(path, asked, before, of) {
+  const body = { ...asked, stream: true, max_tokens: find("most-tokens").valueAsNumber, temperature: find("temperature").valueAsNumber };
+  for await (const event of events(path, body, running.signal)) {
+    if (event === "[DONE]") break;
+    const told = JSON.parse(event);
+    if (told.error) throw new Error(told.error.message);
+    for (const { index, delta, text, finish_reason: reason } of told.choices) {
+      const message = of(index);
+      write(() => message.append(delta?.content ?? text ?? ""));
+      if (reason) showEnd(message, reason, before);
     }
+  }
+}
+
+// One at a time: an answer, or more of one.
+async function busy(work) {
+  if (running) return;
+  running = new AbortController();
+  setBusy(true);
+  try {
+    await work();
   } catch (error) {
     show("error", error.name === "AbortError" ? t("aborted") : error.message);
   }
-  return shown;
+  running = null;
+  setBusy(false);
 }
 
 function setBusy(busy) {
@@ -50,16 +81,27 @@ function setBusy(busy) {
 async function send() {
   const question = find("question").value.trim();
   if (running || !question) return;
-  running = new AbortController();
-  setBusy(true);
   show("user", question);
   conversation.push({ role: "user", content: question });
   const mine = conversation;
-  const shown = await answer();
-  if (shown[0]) mine.push({ role: "assistant", content: shown[0].textContent });
+  const before = [...mine];
+  const shown = [];
+  await busy(() => read("/v1/chat/completions", { messages: before, n: find("answers").valueAsNumber }, before, (i) => (shown[i] ??= show("assistant", ""))));
+  if (shown[0]) mine.push((shown[0].turn = { role: "assistant", content: shown[0].textContent }));
   else mine.pop();
-  running = null;
-  setBusy(false);
+}
+
+// A model goes on with any text: that of the conversation with the answer so far, whose blocks are cached.
+function goOn(message, note, before) {
+  return busy(async () => {
+    const [asked, told] = await Promise.all([
+      post("/tokenize", { messages: before }),
+      post("/tokenize", { prompt: message.textContent, add_special_tokens: false }),
+    ]);
+    note.remove();
+    await read("/v1/completions", { prompt: [...asked.tokens, ...told.tokens] }, before, () => message);
+    if (message.turn) message.turn.content = message.textContent;
+  });
 }
 
 find("ask").addEventListener("submit", (event) => {

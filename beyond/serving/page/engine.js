@@ -54,11 +54,9 @@ function drawPool() {
   while (cell > 3 && Math.ceil(blocks.length / Math.floor(width / cell)) * cell > height) cell -= 1;
   pool.style.setProperty("--cell", `${cell}px`);
   const idOf = new Map(running.map((request) => [request.slot, request.id]));
-  const count = { free: 0, cached: 0, owned: 0, shared: 0 };
   const drawn = blocks.map((block, i) => {
     const [users, ...slots] = Array.isArray(block) ? block : [0];
     const kind = block === FREE ? "free" : block === CACHED ? "cached" : users > 1 ? "shared" : "owned";
-    count[kind] += 1;
     return [kind, users, slots, users === 1 ? idOf.get(slots[0]) : -1, mine.has(i * nth)];
   });
   fill(pool, drawn, (element, [kind, users, slots, id, isMine], i) => {
@@ -74,7 +72,7 @@ function drawPool() {
       shared: () => t("block {n}: shared by {users} requests", { n, users }),
     }[kind]();
   });
-  for (const [kind, number] of Object.entries(count)) put(kind, number);
+  for (const [kind, number] of Object.entries(picture.count)) put(kind, number.toLocaleString());
   const size = { used: picture.num_used_blocks, all: picture.num_blocks, size: picture.block_size };
   put("pool-size", t("{used} of {all} in use, {size} tokens each", size) + (nth > 1 ? t("; one in {n} is drawn", { n: nth }) : ""));
 }
@@ -243,6 +241,7 @@ async function follow() {
           drawTable();
           drawPool();
         } else if ("steps" in told) draw(told);
+        else if (told.silent) put("status", t("no answer for {n} s", { n: told.silent }));
         else why = told.failure || why;
       }
     } catch (error) {

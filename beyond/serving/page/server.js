@@ -2,6 +2,9 @@
 
 const keyField = document.getElementById("key-field");
 const key = document.getElementById("key");
+key.value = sessionStorage.getItem("key") ?? ""; // as long as this tab is open
+key.addEventListener("change", () => sessionStorage.setItem("key", key.value));
+keyField.hidden = !key.value;
 
 async function ask(path, body, signal) {
   const headers = {};

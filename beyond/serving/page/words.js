@@ -5,6 +5,8 @@ const CHINESE = {
   "What is a KV cache?": "什么是 KV cache？",
   Ask: "提问", "the model": "模型", Question: "问题", answers: "回答数", "tokens, at most": "token 上限", temperature: "温度",
   Abort: "中止", "New conversation": "新对话", key: "密钥", aborted: "已中止",
+  complete: "回答完整", "cut off: it has as many tokens as were allowed": "已达到允许的 token 数，回答被截断", "Go on": "接着写",
+  "no answer for {n} s": "{n} 秒没有响应",
   "The engine": "引擎", connecting: "正在连接", Pause: "暂停", Resume: "继续", "One step": "单步",
   paused: "已暂停", running: "运行中", idle: "空闲", gone: "已停止",
   "Pool of blocks": "块池", free: "空闲", "free, content cached": "空闲，内容仍在缓存", "of one request (its batch slot's colour)": "属于一个请求（批槽位的颜色）", shared: "共享",

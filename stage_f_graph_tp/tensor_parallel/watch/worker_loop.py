@@ -22,13 +22,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from stage_f_graph_tp.tensor_parallel.watch.rendezvous import (
-    HOST_SECONDS,
-    LOOPBACK,
-    START_SECONDS,
-    Rendezvous,
-    connect_to_rank_0,
-)
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import LOOPBACK, START_SECONDS, Rendezvous
 from stage_f_graph_tp.tensor_parallel.watch.workers import (
     CAUSE,
     CAUSE_SECONDS,
@@ -38,12 +32,6 @@ from stage_f_graph_tp.tensor_parallel.watch.workers import (
     Build,
     check_number,
 )
-
-
-def run_torchrun_worker(rendezvous: Rendezvous, build: Build) -> NoReturn:
-    """Execute rank 0's commands in a process that torchrun started."""
-    rendezvous, connection = connect_to_rank_0(rendezvous)
-    _execute(connection, lambda: rendezvous, build)
 
 
 def run_worker(build: Build, file_number: int, port: int, rank: int, size: int) -> NoReturn:
@@ -59,10 +47,10 @@ def run_worker(build: Build, file_number: int, port: int, rank: int, size: int) 
         timeout = timedelta(seconds=START_SECONDS)
         return Rendezvous(dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout), rank, size)
 
-    _execute(Connection(file_number), join, build)
+    execute_commands(Connection(file_number), join, build)
 
 
-def _execute(connection: Connection, join: Callable[[], Rendezvous], build: Build) -> NoReturn:
+def execute_commands(connection: Connection, join: Callable[[], Rendezvous], build: Build) -> NoReturn:
     """Build from the first message, then execute every further one, until the connection ends."""
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -71,7 +59,7 @@ def _execute(connection: Connection, join: Callable[[], Rendezvous], build: Buil
             while True:
                 messages.put(connection.recv_bytes())
         except TimeoutError:
-            print(f"error: no sign of life from rank 0's host for {HOST_SECONDS} s", file=sys.stderr, flush=True)
+            print("error: no sign of life from rank 0's host", file=sys.stderr, flush=True)
             os._exit(1)
         except (EOFError, OSError):
             os._exit(0)  # rank 0 has ended: exit now, also in the middle of a collective

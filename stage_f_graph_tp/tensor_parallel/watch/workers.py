@@ -8,9 +8,7 @@ A rank that missed a command would run a step with another step's tensors. So ev
 after the last, and a rank that gets another one fails. And rank 0 leaves a step by its end, or has failed the engine
 (`in_step`): an exception anywhere in between leaves the others waiting for it.
 
-Each worker that rank 0 starts inherits one end of a socket pair. Under torchrun the processes may be on other machines,
-so they connect over TCP, with a key that rank 0 puts into torchrun's store. A process that can read that store could
-send commands too. It could do no more than that: nothing that is received is ever unpickled.
+Each worker that rank 0 starts inherits one end of a socket pair. Nothing that is received is ever unpickled.
 
 When a rank dies, or is stopped, the others wait for it: in a collective, in a launch behind a kernel that waits, in the
 store. Rank 0's main thread may be blocked in any of these, so a second thread watches the workers from the moment they
@@ -41,7 +39,7 @@ import torch
 from torch.distributed import TCPStore
 
 from stage_a_naive.contract.errors import EngineBroken
-from stage_f_graph_tp.tensor_parallel.watch.rendezvous import START_SECONDS, Rendezvous, accept_workers
+from stage_f_graph_tp.tensor_parallel.watch.rendezvous import START_SECONDS, Rendezvous
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
 ANSWER_SECONDS = 300.0  # that rank 0 waits for the others in a step
@@ -84,20 +82,18 @@ class Workers:
     Args:
         rendezvous: rank 0's.
         build: a function of a module, which a worker imports by its name and calls with the first message.
-
-    Attributes:
-        rendezvous: for what these processes tell one another.
+        connections: to ranks whose processes exist already; without them, this starts the processes.
     """
 
-    def __init__(self, rendezvous: Rendezvous, build: Build) -> None:
+    def __init__(self, rendezvous: Rendezvous, build: Build, connections: dict[int, Connection] | None = None) -> None:
         self._groups: list[Any] = []  # whose waits are ended when a rank fails
-        self.rendezvous = rendezvous
+        self.rendezvous = rendezvous  # the ranks need its store, which ends with it
         self._size = rendezvous.size
         self._num_sent = 0  # messages
         self._is_midway = False  # a step has begun and not ended
         self._stepping = threading.RLock()  # held for a step
         self._processes: dict[int, subprocess.Popen] = {}  # by rank
-        self._connections: dict[int, Connection] = {}  # by rank
+        self._connections = connections or {}  # by rank
         self._owner = os.getpid()
         self._lock = threading.RLock()  # the engine may be collected, and so closed, in any thread
         self._failing = threading.Event()  # set before anything invalid can be seen
@@ -105,13 +101,8 @@ class Workers:
         self._reason = ""
         self._awaited: Awaited | None = None
         try:
-            if rendezvous.is_torchrun:
-                self.rendezvous, self._connections = accept_workers(rendezvous)
-                if len(self._connections) < rendezvous.size - 1:
-                    raise WorkerError(f"the other ranks did not connect within {START_SECONDS:.0f} s")
-            else:
-                for rank in range(1, rendezvous.size):
-                    self._processes[rank], self._connections[rank] = _start_worker(rendezvous, rank, build)
+            for rank in range(1, rendezvous.size) if connections is None else ():
+                self._processes[rank], self._connections[rank] = _start_worker(rendezvous, rank, build)
         except BaseException:
             self.close()
             raise

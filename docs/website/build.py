@@ -1,0 +1,216 @@
+"""`make site`: the course as a website, from the same Markdown.
+
+The pages lie beside the code that they explain, and link to it. This script gathers them into `build/website/pages`, as
+MkDocs wants them, and MkDocs writes `build/website/site`:
+
+    README.md          -> index.md; X.zh-CN.md is the Chinese edition of X.md, and an untranslated page stays English
+    figures            are copied
+    notebooks          become pages, with their outputs
+    links to code      lead to a page with that file, or with `--repository URL` to the file there
+    links to Colab     open the notebook of the repository; its badge becomes words, as no picture comes from elsewhere
+    stages' classes    have pages made from their docstrings, without importing them
+"""
+
+from __future__ import annotations
+
+from stage_a_naive.entrypoints.interrupts import run_command  # before all other imports
+
+# isort: split
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
+
+from labs.first_cell import with_address
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "website"
+LINK = re.compile(r"(\]\(|(?:src|srcset|href)=\")([^)\"\s]+)")
+BADGE = re.compile(r"\[!\[(.*?)\]\(http.*?\)\]")
+FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
+LIST = re.compile(r"^((?! *(?:[-*]|1\.) | *$|[|#<]).+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)  # begins below a line of text
+LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".cpp": "cpp", ".h": "cpp", ".toml": "toml"}
+FIGURES = (".svg", ".png", ".gif", ".webp")
+LEFT_OUT = ("labs/templates", "tests", ".github")  # no pages for readers
+
+
+def tracked(suffix: str) -> list[PurePosixPath]:
+    """Files of the repository whose names end so."""
+    done = subprocess.run(["git", "ls-files", f"*{suffix}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [PurePosixPath(line) for line in done.stdout.splitlines()]
+    return [file for file in files if not str(file).startswith(LEFT_OUT)]
+
+
+def place_of(file: PurePosixPath) -> PurePosixPath:
+    """Where a page of the repository lies in the site's sources."""
+    if file.suffix == ".ipynb":
+        return file.with_suffix(".md")
+    return file.with_name(re.sub(r"^README\b", "index", file.name).replace(".zh-CN.", ".zh."))
+
+
+def source_place(file: PurePosixPath) -> PurePosixPath:
+    """Where the page of a file of code lies: without a dot, behind which MkDocs would look for a language."""
+    return PurePosixPath("source", str(file).replace(".", "_") + ".md")
+
+
+class Gatherer:
+    """Copies pages and what they show and link to.
+
+    Args:
+        pages: the folder of the site's sources.
+        repository: where links to code lead; "" is a page of the site for each file.
+    """
+
+    def __init__(self, pages: Path, repository: str) -> None:
+        self.pages = pages
+        self.repository = repository.rstrip("/")
+        self.places = {file: place_of(file) for file in (*tracked(".md"), *tracked(".ipynb"))}
+        self.sources: set[PurePosixPath] = set()  # files that a page links to, and folders
+
+    def gather(self) -> None:
+        """Write all pages.
+
+        Raises:
+            ValueError: a link leads to nothing; all such links are named.
+        """
+        missing: list[str] = []
+        for file, place in self.places.items():
+            text = (
+                notebook_text(file, self.pages / place) if file.suffix == ".ipynb" else (ROOT / file).read_text("utf-8")
+            )
+            text = BADGE.sub(r"[\1]", with_address(text, Path(file), self.repository))
+            self.write(place, self.with_links(text, file, missing))
+        for file in sorted(self.sources):
+            self.write(source_place(file), source_text(file))
+        for package in sorted(ROOT.glob("stage_?_*")):
+            self.write(PurePosixPath("api", f"{package.name}.md"), f"# {package.name}\n\n{api_text(package)}")
+        shutil.copy(ROOT / "docs" / "website" / "wide.css", self.pages)
+        self.add_slides(ROOT / "build" / "slides")
+        if missing:
+            raise ValueError("links that lead nowhere:\n" + "\n".join(missing))
+
+    def add_slides(self, folder: Path) -> None:
+        """Put the slides that `make slides` has built beside their pages, and name them on the first of these."""
+        decks = sorted(folder.glob("week*.pdf"))
+        for deck in decks:
+            shutil.copy(deck, self.pages / "docs" / "slides")
+        if decks:
+            links = ", ".join(f"[{deck.stem.removeprefix('week')}]({deck.name})" for deck in decks)
+            with open(self.pages / "docs" / "slides" / "index.md", "a", encoding="utf-8") as page:
+                page.write(f"\nAs PDF: {links}.\n")
+
+    def write(self, place: PurePosixPath, text: str) -> None:
+        path = self.pages / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def with_links(self, text: str, file: PurePosixPath, missing: list[str]) -> str:
+        """Return a page's text with links that hold in the site; code between fences stays as it is."""
+
+        def mended(prose: str) -> str:
+            return LIST.sub(r"\1\n\n", LINK.sub(replace, prose))  # MkDocs wants an empty line before a list
+
+        def replace(match: re.Match[str]) -> str:
+            before, target = match.groups()
+            if re.match(r"[a-z]+:|#|data:", target):
+                return match[0]
+            name, hash_sign, anchor = unquote(target).partition("#")
+            found = PurePosixPath(os.path.normpath(file.parent / name))
+            if (self.pages / found).is_file():  # a notebook's picture
+                return match[0]
+            if not (ROOT / found).exists():
+                missing.append(f"{file}: {target}")
+                return match[0]
+            return before + self.target(found, place_of(file), hash_sign + anchor)
+
+        pieces, end = [], 0
+        for fence in FENCE.finditer(text):
+            pieces += [mended(text[end : fence.start()]), fence[0]]
+            end = fence.end()
+        return "".join([*pieces, mended(text[end:])])
+
+    def target(self, found: PurePosixPath, page: PurePosixPath, anchor: str) -> str:
+        """Return what a page's link to a file or folder of the repository becomes."""
+        if (ROOT / found).is_dir() and found / "README.md" in self.places:
+            found /= "README.md"
+        if found.suffix in FIGURES:
+            place = found
+            (self.pages / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / found, self.pages / place)
+        elif found in self.places:
+            place = self.places[found]
+        elif self.repository:
+            return f"{self.repository}/{'tree' if (ROOT / found).is_dir() else 'blob'}/main/{found}{anchor}"
+        else:
+            self.sources.add(found)
+            place, anchor = source_place(found), re.sub(r"^#L", "#__codelineno-0-", anchor)
+        return os.path.relpath(place, page.parent) + anchor
+
+
+def notebook_text(file: PurePosixPath, path: Path) -> str:
+    """Return a notebook as Markdown; its pictures are written beside `path`."""
+    import nbconvert
+
+    exporter = nbconvert.MarkdownExporter()
+    folder = path.with_suffix("").name + "_files"
+    text, resources = exporter.from_filename(str(ROOT / file), resources={"output_files_dir": folder})
+    for name, content in resources["outputs"].items():
+        (path.parent / name).parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / name).write_bytes(content)
+    return text
+
+
+def source_text(file: PurePosixPath) -> str:
+    """Return the page of a file of code, or of a folder."""
+    if (ROOT / file).is_dir():
+        names = sorted(path.name for path in (ROOT / file).iterdir() if not path.name.startswith((".", "__py")))
+        return f"# {file}/\n\n" + "".join(f"- `{name}`\n" for name in names)
+    language = LANGUAGES.get(file.suffix, "text")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    ticks = "`" * (1 + max([2, *map(len, re.findall("`+", text))]))  # a fence that the text does not end
+    return f'# {file.name}\n\n`{file}`\n\n{ticks}{language} linenums="1"\n{text}\n{ticks}\n'
+
+
+def api_text(package: Path) -> str:
+    """Return the directives that make a stage's reference from its docstrings."""
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(package.glob("*.py"))]
+    return "\n\n".join(f"::: {name}" for name in names if not name.endswith(("__init__", "__main__", "loop")))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.website.build", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--repository", default="", help="address that links to code lead to (default: pages of the site)"
+    )
+    arguments = parser.parse_args(argv)
+    shutil.rmtree(BUILD, ignore_errors=True)
+    try:
+        Gatherer(BUILD / "pages", arguments.repository).gather()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-f",
+        str(ROOT / "docs" / "website" / "mkdocs.yml"),
+    ]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the versions are pinned
+    status = subprocess.run(command, env=environment, check=False).returncode
+    if status == 0:
+        print(f"open {(BUILD / 'site' / 'index.html').relative_to(ROOT)}, or let a web server show it for the search")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

