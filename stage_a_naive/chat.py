@@ -106,8 +106,8 @@ def _plain(message: Message) -> dict[str, Any]:
 def note_missing_template(name: str) -> None:
     """Say once that the model of this name has no chat template, and what that means."""
     print(
-        f"[chat] {name} has no chat template, so it is given ChatML; a base model was not trained on that, and continues "
-        "a text better: use generate, or --raw",
+        f"[chat] {name} has no chat template, so it is given ChatML; a base model was not trained on that, and "
+        "continues a text better: use generate, or --raw",
         file=sys.stderr,
     )
 
