@@ -14,7 +14,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerFast
@@ -63,6 +65,7 @@ def render_chat(
         raise ValueError(f"a conversation is a list of at least one message, got {shown(messages)}")
     given = _template_kwargs(tokenizer, template_kwargs)
     if not tokenizer.chat_template:
+        note_missing_template(tokenizer.name_or_path)
         return chatml(plain)
     try:
         text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **given)
@@ -151,6 +154,16 @@ def _plain(message: Message) -> dict[str, Any]:
     if not isinstance(role, str):
         raise ValueError(f"the role of a message is text, got {shown(role)}")
     return {**message, "content": "\n".join(part["text"] for part in parts)}  # as vLLM joins them
+
+
+@cache
+def note_missing_template(name: str) -> None:
+    """Say once that the model of this name has no chat template, and what that means."""
+    print(
+        f"[chat] {name} has no chat template, so it is given ChatML; a base model was not trained on that, and "
+        "continues a text better: use generate, or --raw",
+        file=sys.stderr,
+    )
 
 
 def chatml(messages: Sequence[Message]) -> str:

@@ -66,8 +66,8 @@ class PagedAttention:
         keys.flatten(0, 1)[slot_mapping] = key  # a view: this writes to the pool
         values.flatten(0, 1)[slot_mapping] = value
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float) -> Tensor:
-        """Let the queries of each sequence, `[tokens, heads, head_dim]`, see its own keys up to their own positions."""
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float, window: int) -> Tensor:
+        """Let the queries of each sequence, `[tokens, heads, head_dim]`, see its keys up to their own (no windows)."""
         outputs = []
         for (sequence, span), q in zip(step.chunks, query.split([len(span) for _, span in step.chunks]), strict=True):
             k, v = (cache[sequence.block_table].flatten(0, 1)[: span.stop].transpose(0, 1) for cache in (keys, values))

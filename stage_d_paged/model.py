@@ -113,6 +113,7 @@ class DecoderLayer(nn.Module):
 
     norms = "input_layernorm", "post_attention_layernorm"
     make_norm: type[RMSNorm] = RMSNorm
+    rotary = 0  # which of the model's tables turn its heads
     input_layernorm: Any
     post_attention_layernorm: Any
 
@@ -212,12 +213,13 @@ class DecoderModel(nn.Module):
         # As `embed_tokens` returns rows in `dtype`, so is the factor rounded to it.
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
         ropes = list(dict.fromkeys(kind.rope for kind in config.layers))  # most models have one
-        self.rotary_of_layer = [ropes.index(kind.rope) for kind in config.layers]
         tables = (RotaryEmbedding(rope, config.head_dim, max_model_len, dtype, device) for rope in ropes)
         self.rotaries = nn.ModuleList(tables)
         make_layer = GemmaLayer if config.is_gemma else DecoderLayer
         layers = (make_layer(config, backend, dtype, device, linear, kind) for kind in config.layers)
         self.layers = nn.ModuleList(layers)
+        for layer, kind in zip(self.layers, config.layers, strict=True):
+            layer.rotary = ropes.index(kind.rope)
         self.norm = make_layer.make_norm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.lm_head = self.embed_tokens if tied else lm_head(config.vocab_size, config.hidden_size, dtype, device)
 
@@ -245,8 +247,8 @@ class DecoderModel(nn.Module):
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         rotations = [rotary(positions) for rotary in self.rotaries]
-        for layer, rotary, layer_cache in zip(self.layers, self.rotary_of_layer, kv_cache.layers, strict=True):
-            x = layer(x, rotations[rotary], layer_cache, metadata)
+        for layer, layer_cache in zip(self.layers, kv_cache.layers, strict=True):
+            x = layer(x, rotations[layer.rotary], layer_cache, metadata)
         return self.norm(x)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

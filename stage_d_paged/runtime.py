@@ -116,7 +116,8 @@ def load_runtime(
     by something faster, and returns a line that says what it did.
     """
     config = ModelConfig.from_hf(source.config)
-    backend = formats.backend(options.attention_backend, device, dtype, config.head_dim)
+    has_windows = any(kind.window for kind in config.layers)
+    backend = formats.backend(options.attention_backend, device, dtype, config.head_dim, has_windows)
     block_size = options.kvcache_block_size or backend.preferred_block_size
     if block_size % backend.block_size_multiple:
         raise ValueError(

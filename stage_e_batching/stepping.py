@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stage_a_naive.contract.outputs import Request
 from stage_e_batching.calls import Calls
+from stage_e_batching.calls.mailbox import Event
 
 
 class Stepping:
@@ -15,8 +16,7 @@ class Stepping:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._finished: list[tuple[int, list[int]]] = []  # requests that `step` has not returned yet
-        self._errors: list[Exception] = []  # what ended others, and `step` has not raised yet
+        self._ended: list[Event] = []  # requests that `step` has not returned, or raised what ended them
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its id."""
@@ -26,18 +26,15 @@ class Stepping:
         """Run one step of everything that was added: see `LLM.step`."""
         counters = self._calls.engine.counters
         prefilled, decoded = counters.num_run_prefill_tokens, counters.num_generated_tokens
-        events = self._calls.step()
-        for event in events:
+        self._ended += self._calls.step()
+        for i, event in enumerate(self._ended):
             if event.error is not None:
-                self._errors.append(event.error)
-            elif event.output is not None:
-                self._finished.append((event.request_id, event.output["token_ids"]))
-        if self._errors:
-            raise self._errors.pop(0)
-        finished, self._finished = self._finished, []
+                raise self._ended.pop(i).error
         prefilled = counters.num_run_prefill_tokens - prefilled
-        return finished, prefilled or decoded - counters.num_generated_tokens
+        num_tokens = prefilled or decoded - counters.num_generated_tokens
+        finished, self._ended = [(event.request_id, event.output["token_ids"]) for event in self._ended], []
+        return finished, num_tokens
 
     def is_finished(self) -> bool:
         """Tell whether `step` has returned all requests that were added, or raised what ended them."""
-        return not self._finished and not self._errors and self._calls.is_finished()
+        return not self._ended and self._calls.is_finished()

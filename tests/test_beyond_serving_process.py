@@ -208,7 +208,7 @@ def test_stage_e_gives_answers_a_form_and_a_missing_package_is_named(served, mon
     assert json.loads(formed(served).json()["choices"][0]["text"]) in ("yes", "no")
     refused = ask(served, response_format={"type": "json_object"}, ignore_eos=True).json()["error"]
     assert refused["param"] == "response_format" and refused["message"].startswith("response_format of prompt 0 cannot")
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(served.llm.llm, "_grammars", Grammars(served.llm.llm.source, 4096))
     error = formed(served).json()["error"]
     assert error["message"] == "response_format needs the package llguidance: pip install llguidance"

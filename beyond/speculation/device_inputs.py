@@ -11,7 +11,7 @@ from torch import Tensor
 
 from beyond.speculation.sequence import DRAFT, NUM_UNSURE, SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
-from stage_e_batching.sampler import Sampler, SamplerInput
+from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.last_tokens import LastTokens
@@ -108,8 +108,4 @@ class AheadBatch(InputBatch):
         return generated
 
     def _noise_keys(self, sequence: SpeculativeSequence, count: int) -> np.ndarray:
-        slots = np.full(count, sequence.batch_slot)
-        rows = SamplerInput.empty(count)
-        rows.noise_keys[:] = 0  # greedy: none is made
-        self._sampler.fill(slots, np.arange(count), rows)
-        return rows.noise_keys
+        return self._sampler.noise_keys(np.full(count, sequence.batch_slot), np.arange(count))

@@ -19,5 +19,6 @@ def constrain(llm: LLM) -> None:
         return
     grammars = Grammars(llm.source, llm.vocab_size)
     sampler.constraints = Constraints(grammars, llm.options.max_num_seqs, llm.device, draft_of)
+    llm.engine.check = grammars.error_of
     if isinstance(scheduler.order, FirstCome):  # in another order, a form that is not compiled yet is waited for
         scheduler.order = WhenCompiled(grammars)

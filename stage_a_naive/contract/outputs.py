@@ -280,8 +280,9 @@ def returned(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
 
 def special_ids(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> set[int]:
     """Return the ids of those texts that are special tokens, which appear in no answer's text that leaves them out."""
-    ids = map(tokenizer.backend_tokenizer.token_to_id, texts)
-    return {token_id for token_id in ids if token_id is not None and is_special(tokenizer, token_id)}
+    wanted, added = set(texts), tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    ids = (token_id for token_id, token in added.items() if token.content in wanted)
+    return {token_id for token_id in ids if is_special(tokenizer, token_id)}
 
 
 def decode_all(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,11 +31,6 @@ from stage_a_naive.contract.token_rules import TokenRules
 if TYPE_CHECKING:
     from stage_a_naive.floor import ModelBytes
 
-NO_TEMPLATE = (
-    "[chat] this model has no chat template, so it is given ChatML; a base model was not trained on that, and "
-    "continues a text better: use generate, or --raw"
-)
-
 
 class Frontend:
     """Base of every stage's `LLM`.
@@ -57,7 +51,6 @@ class Frontend:
     max_model_len: int
     build_time: float  # seconds
     resolve = staticmethod(resolve)  # from a model's name to its checked files
-    _told_of_template = False  # whether `NO_TEMPLATE` was printed
 
     def __init__(self, model: str | PathLike[str], device: str, dtype: str | torch.dtype, seed: int) -> None:
         self.source = self.resolve(model)
@@ -147,9 +140,6 @@ class Frontend:
         self._check_usable()
         # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
         add_special = not self.tokenizer.chat_template
-        if add_special and not self._told_of_template:
-            self._told_of_template = True
-            print(NO_TEMPLATE, file=sys.stderr)
         texts = enumerate(render_chats(self.tokenizer, messages, chat_template_kwargs))
         return [self.encode(i, text, add_special) for i, text in texts]
 

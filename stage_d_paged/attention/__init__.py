@@ -86,8 +86,12 @@ class BackendUnavailable(ValueError):
     """This implementation cannot serve here; the message says why."""
 
 
-def pick_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+def pick_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_windows: bool = False
+) -> AttentionBackend:
     """Return the backend called `name`, or for "auto" the fastest that can serve this device, dtype and head size.
+
+    `has_windows`: whether some layer of the model sees only its last tokens.
 
     Raises ValueError if `name` is unknown, or BackendUnavailable (a ValueError) if the backend asked for cannot serve
     here. "auto" always finds one; its `reason` says what was passed over and why.
@@ -97,15 +101,15 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
         raise ValueError(f"attention_backend={name!r} is unknown; choose one of {', '.join(BACKENDS)}")
     if name != "auto":
         try:
-            return _make(name, device, dtype, head_dim)
+            return _make(name, device, dtype, head_dim, has_windows)
         except BackendUnavailable as error:
             raise BackendUnavailable(f"attention_backend={name!r} cannot be used: {error}") from error
     if device.type != "cuda":
-        return _make("reference", device, dtype, head_dim)
+        return _make("reference", device, dtype, head_dim, has_windows)
     passed_over = []
     for candidate in AUTO_ORDER:
         try:
-            backend = _make(candidate, device, dtype, head_dim)
+            backend = _make(candidate, device, dtype, head_dim, has_windows)
         except BackendUnavailable as error:
             passed_over.append(str(error))
             continue
@@ -114,12 +118,12 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     raise AssertionError("the reference serves everywhere")
 
 
-def _make(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+def _make(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_windows: bool) -> AttentionBackend:
     """Import an implementation only when it is wanted: Triton and flash-attn need not be installed."""
     if name == "flash":
         from .flash import FlashAttention
 
-        return FlashAttention(device, dtype, head_dim)
+        return FlashAttention(device, dtype, head_dim, has_windows)
     if name == "triton":
         try:
             from .triton_paged import TritonAttention

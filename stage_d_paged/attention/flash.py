@@ -16,18 +16,20 @@ HEAD_DIMS = (64, 128)  # those that agree with the reference; paged decode with 
 
 
 class FlashAttention:
-    """flash-attn's kernels. Float16 or bfloat16 on an NVIDIA GPU, heads of 64 or 128."""
+    """flash-attn's kernels. Float16 or bfloat16 on an NVIDIA GPU, heads of 64 or 128, no windows."""
 
     name = "flash"
     preferred_block_size = block_size_multiple = 256
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, head_dim: int, has_windows: bool = False) -> None:
         if device.type != "cuda":
             raise BackendUnavailable(f"flash-attn runs on NVIDIA GPUs, not on {device.type}")
         if dtype not in (torch.float16, torch.bfloat16):
             raise BackendUnavailable(f"flash-attn computes in float16 or bfloat16, not in {dtype}")
         if head_dim not in HEAD_DIMS:
             raise BackendUnavailable(f"head_dim={head_dim}: checked with flash-attn are {HEAD_DIMS} only")
+        if has_windows:  # a build without "local attention" takes a window and attends to everything
+            raise BackendUnavailable("flash-attn can be built without windows and then ignores them; use 'triton'")
         try:
             from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
         except ImportError as error:
@@ -60,7 +62,7 @@ class FlashAttention:
         scale: float,
         window: int = 0,
     ) -> torch.Tensor:
-        visible = (window - 1, 0 if window else -1)  # keys before and behind a query's own; -1: all that causality lets
+        assert not window, "refused above"
         if metadata.max_query_len == 1:
             return self._decode(
                 query.unsqueeze(1),  # [seqs, 1, heads, head_dim]
@@ -70,7 +72,6 @@ class FlashAttention:
                 block_table=metadata.block_tables,
                 softmax_scale=scale,
                 causal=True,
-                window_size=visible,
             ).squeeze(1)
         return self._prefill(
             query,
@@ -82,6 +83,5 @@ class FlashAttention:
             max_seqlen_k=metadata.max_context_len,
             softmax_scale=scale,
             causal=True,
-            window_size=visible,
             block_table=metadata.block_tables,
         )

@@ -91,7 +91,7 @@ class BatchSampler:
         needs = int(np.bitwise_or.reduce(flags))
         out.temperatures[:] = self._temperatures[batch_rows]
         if needs & RANDOM:
-            out.noise_keys[:] = mix32(self._seed_keys[batch_rows] ^ steps).astype(np.uint32).view(np.int32)
+            out.noise_keys[:] = self.noise_keys(batch_rows, steps)
         if needs & ~RANDOM:
             out.rules[:] = self._rules[batch_rows]
         else:
@@ -100,6 +100,10 @@ class BatchSampler:
             asking = np.flatnonzero(flags & LOGPROBS)
             out.asking[: len(asking)] = asking
         return needs
+
+    def noise_keys(self, batch_rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Return the bits of `noise_key(seed, step)` for rows of the batch, int32; a greedy row needs none."""
+        return mix32(self._seed_keys[batch_rows] ^ steps).astype(np.uint32).view(np.int32)
 
     # ---- the device's part -------------------------------------------------------------------------------------
 

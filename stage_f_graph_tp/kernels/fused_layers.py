@@ -150,7 +150,7 @@ class FusedLayer(nn.Module):
         self.input_layernorm = layer.input_layernorm
         self.self_attn = layer.self_attn
         self.post_attention_layernorm = layer.post_attention_layernorm
-        self.mlp = layer.mlp
+        self.mlp, self.rotary = layer.mlp, layer.rotary
         self.backend = backend
         self._products = products
         self._store, self._qkv_rotate, self._pdl = store, qkv_rotate, pdl
@@ -215,7 +215,7 @@ class FewTokens(nn.Module):
         super().__init__()
         self.input_layernorm, self.self_attn = plain.input_layernorm, plain.self_attn
         self.post_attention_layernorm, self.mlp = plain.post_attention_layernorm, plain.mlp
-        self._plain, self._fused, self._most = plain, fused, most
+        self._plain, self._fused, self._most, self.rotary = plain, fused, most, plain.rotary
 
     def forward(self, x: Any, rotation: Any, layer_cache: Any, metadata: AttentionMetadata) -> Any:
         layer = self._fused if metadata.slot_mapping.shape[0] <= self._most else self._plain

@@ -60,7 +60,7 @@ def test_the_default_question_is_printed_and_answered_with_a_performance_summary
     answer, summary = rest.split("[performance]")
     assert prompt == f"[prompt]\n{default_prompt('stage_a_naive')}\n"
     assert "KV" in answer and len(answer) > 100
-    for name in ("build", "prefill", "decode", "× the floor of", "generated tokens/s"):
+    for name in ("build", "prefill", "decode", "MB read per token", "generated tokens/s"):
         assert name in summary
     figures = re.search(r"decode +([\d.]+) s +(\d+) tokens +([\d.]+) ms per token", summary)
     seconds, tokens, ms = map(float, figures.groups())

@@ -7,13 +7,15 @@ import torch
 from stage_d_paged.attention import AttentionBackend, pick_backend
 
 
-def pick_quantized_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+def pick_quantized_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_windows: bool = False
+) -> AttentionBackend:
     """Return the backend that stage D's `pick_backend` picks, storing and reading `Quantized` keys and values.
 
     Raises:
         ValueError: as there; or there is none of that name for 8 bits, as for flash-attn.
     """
-    backend = pick_backend(name, device, dtype, head_dim)
+    backend = pick_backend(name, device, dtype, head_dim, has_windows)
     if backend.name == "reference":
         from beyond.quantization.attention.reference import QuantizedReferenceAttention
 
