@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from stage_a_naive.contract.outputs import Request
 from stage_e_batching.calls import Calls
 from stage_e_batching.calls.mailbox import Event
@@ -29,10 +31,13 @@ class Stepping:
         self._ended += self._calls.step()
         for i, event in enumerate(self._ended):
             if event.error is not None:
-                raise self._ended.pop(i).error
+                raise cast(Exception, self._ended.pop(i).error)
         prefilled = counters.num_run_prefill_tokens - prefilled
         num_tokens = prefilled or decoded - counters.num_generated_tokens
-        finished, self._ended = [(event.request_id, event.output["token_ids"]) for event in self._ended], []
+        finished, self._ended = (
+            [(event.request_id, event.output["token_ids"]) for event in self._ended if event.output],
+            [],
+        )
         return finished, num_tokens
 
     def is_finished(self) -> bool:

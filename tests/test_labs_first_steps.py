@@ -74,7 +74,8 @@ def test_whose_code_runs_is_said(letter, word, yours, clone):
     for cache in ("beyond/__pycache__", "stage_a_naive/__pycache__"):  # as it is after a run
         (clone / "labs" / "work" / cache).mkdir(parents=True, exist_ok=True)
     said = labs(clone, "starter", "--show", *[word] * bool(word))[1]
-    assert said == f"[lab] yours: {yours or 'stage_a_naive, stage_e_batching'}; every other stage is the reference\n"
+    own = yours or "stage_a_naive, stage_d_paged, stage_e_batching"
+    assert said == f"[lab] yours: {own}; every other stage is the reference\n"
 
 
 WHERE = (

@@ -39,7 +39,7 @@ KERNELS = {
     "kernels.skinny_gemm_kernels.gate_up_silu_kernel": TILE | PARTS | {"INTERMEDIATE": 64, "BLOCK_N": 16},
     "kernels.skinny_gemm_kernels.product_add_kernel": TILE | SIZE | PRODUCT,
     "tensor_parallel.all_reduce._all_reduce_kernel": {"RANK": 0, "RANKS": 2, "BLOCK": 2048, "ONTO": True},
-    "kernels.decode_attention.dependent_decode_kernel": ATTENTION | SPLITS | {"ONE_NEW_KEY": True},
+    "kernels.decode_attention.dependent_decode_kernel": ATTENTION | SPLITS | {"ONE_NEW_KEY": True, "WINDOW": 0},
 }
 
 

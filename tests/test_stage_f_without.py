@@ -99,7 +99,7 @@ def test_layers_are_fused_between_products_inside_them_or_both(without, monkeypa
     fused = pytest.importorskip("stage_f_graph_tp.kernels.fused_layers")
     calls = []
     monkeypatch.setattr(fused, "fuse_layers", lambda _, most, **kwargs: calls.append((most > 0, kwargs)))
-    model = SimpleNamespace(config=SimpleNamespace(beyond_kernels=""))
+    model = SimpleNamespace(config=SimpleNamespace(beyond_kernels="", hidden_size=896))
     line = kernels.choose_layers(model, GraphOptions(without=without), torch.device("cuda"))
     expected = {"elementwise": without != "fused_layers", "pdl": without != "pdl"}
     assert calls == [(without != "skinny_gemm", expected)]

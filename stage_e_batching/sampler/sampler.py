@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stage_a_naive.contract.outputs import NO_TOKEN
 from stage_a_naive.contract.token_rules import FOREVER, apply_rules
 from stage_a_naive.sampling import where_finite
 from stage_d_paged.batch import upload
@@ -175,7 +174,7 @@ class Sampler(BatchSampler):
                 errors |= self.constraints.choose(scores, ids, rows, batch_slots, self._choose_ids, penalise)
             if ruled:
                 self._last_ids.index_copy_(0, slots, ids.index_select(0, places))
-            told = torch.where(told == NO_TOKEN, told, ids)
+            told = torch.where(rows.rules[:, FLAGS] & REPLACED > 0, where_finite(ids, logits), told)
             if (flags & PENALISED).any():
                 count_tokens(self.counts, rows.rules, ids, rows.rules[:, FLAGS] & REPLACED > 0)
         asking = np.flatnonzero(flags & LOGPROBS).tolist()
