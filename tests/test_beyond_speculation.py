@@ -543,7 +543,9 @@ def test_a_small_model_whose_heads_the_backend_cannot_do_runs_with_another_and_s
     tiny_preset, monkeypatch, capsys
 ):
     make = attention._make
-    stand_in = lambda name, device, dtype, size: make("reference" if size == 64 else name, device, dtype, size)  # noqa: E731
+    stand_in = lambda name, device, dtype, size, windows: make(  # noqa: E731
+        "reference" if size == 64 else name, device, dtype, size, windows
+    )
     monkeypatch.setattr(attention, "_make", stand_in)  # for flash-attn, which has heads of 64 and none of 32
     wide, options = tiny_preset(head_dim=64), {"device": "cpu", "num_kvcache_blocks": 16, "attention_backend": "flash"}
     llm = LLM(wide, speculation="model", draft_model=MODEL, **options)
