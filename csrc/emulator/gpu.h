@@ -1,15 +1,17 @@
 // An emulator of a GPU on one CPU thread. It is slow: it shows whether a kernel is correct, not how fast it is.
+//
 // Every thread of a block is a fiber with its own stack, switched by hand. The scheduler picks a warp at random and
-runs each of its threads until the thread must wait: in an instruction of the whole warp, at a barrier, or for memory.
-The blocks of an ordinary launch run one after another; the blocks of a cooperative launch run concurrently and may wait
-for each other. Memory is as unordered as a GPU's may be: stores for other blocks (`publish`) and copies to shared
-memory are delivered late and in any order. So a kernel with wrong waits stops with a reason, or gives a wrong result,
-for some seed.
+// runs each of its threads until the thread must wait: in an instruction of the whole warp, at a barrier, or for
+// memory. The blocks of an ordinary launch run one after another; the blocks of a cooperative launch run concurrently
+// and may wait for each other. Memory is as unordered as a GPU's may be: stores for other blocks (`publish`) and copies
+// to shared memory are delivered late and in any order. So a kernel with wrong waits stops with a reason, or gives a
+// wrong result, for some seed.
+//
 // The CUDA toolkit's headers are in this folder, and common/ and stage_f/ replace the headers of csrc/ that are written
-in PTX: `c++ -x c++ -U_FORTIFY_SOURCE -Icsrc/emulator -Icsrc kernel.cu`. (With _FORTIFY_SOURCE the C library takes //
-the switch to another stack for an error.) What is missing: ordinary stores and loads of global memory are immediate, //
-a `__shared__` array (except by `shared_memory()`) is one for all blocks, so only ordinary launches can have any, and //
-a C++ compiler cannot read `<<<...>>>`.
+// in PTX: `c++ -x c++ -U_FORTIFY_SOURCE -Icsrc/emulator -Icsrc kernel.cu`. (With _FORTIFY_SOURCE the C library takes
+// the switch to another stack for an error.) What is missing: ordinary stores and loads of global memory are immediate,
+// a `__shared__` array (except by `shared_memory()`) is one for all blocks, so only ordinary launches can have any, and
+// a C++ compiler cannot read `<<<...>>>`.
 #pragma once
 
 #include <setjmp.h>

@@ -1,6 +1,7 @@
 // An exercise: LayerNorm of rows as in the article that this course grew from, with its two bugs. Find them.
+//
 // `python -m stage_c_fused_mlp.first_kernel article_norm` runs it without a GPU, and says which rows are wrong.
-layernorm_mlp.cu has a correct version: look at it last.
+// layernorm_mlp.cu has a correct version: look at it last.
 #include <cuda_runtime.h>
 
 #include <cmath>

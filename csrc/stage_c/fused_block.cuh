@@ -1,9 +1,11 @@
 // The work of one block of the fused MLP kernel.
+//
 // A block owns a range of intermediate neurons and a range of outputs. It processes its weights as one list of steps,
-first its rows of w_in, then its rows of w_out, slab by slab. One warp only requests them from the copy engine, a few
-slabs at a time, as far ahead as the ring of slots in shared memory allows. Eight warps multiply the slabs that have
-arrived, independently, without waiting for one another. The weights do not depend on x, so the ring continues into
-w_out while the norm is computed and while the grid waits for the last neuron: memory does not idle. //
+// first its rows of w_in, then its rows of w_out, slab by slab. One warp only requests them from the copy engine, a few
+// slabs at a time, as far ahead as the ring of slots in shared memory allows. Eight warps multiply the slabs that have
+// arrived, independently, without waiting for one another. The weights do not depend on x, so the ring continues into
+// w_out while the norm is computed and while the grid waits for the last neuron: memory does not idle.
+//
 //   copy engine    | w_in slabs ............ | w_out slabs .......... |
 //   eight warps     norm | multiply w_in ......| grid barrier | multiply w_out | + residual
 #pragma once

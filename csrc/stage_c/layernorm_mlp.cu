@@ -1,7 +1,8 @@
 // The usual first fused kernel: LayerNorm, up, SiLU, down of the classical block, in one launch.
+//
 // One block per row of x; between the steps the row's neurons stay in shared memory and never go to global memory. This
-is what "fused" meant in the article that this course grew from. mlp_warp.cu and mlp_fused.cu show what it lacks to be
-fast.
+// is what "fused" meant in the article that this course grew from. mlp_warp.cu and mlp_fused.cu show what it lacks to
+// be fast.
 #include "common/vectors.cuh"
 #include "stage_c/layernorm_mlp.h"
 

@@ -1,9 +1,10 @@
 // The arithmetic of the fused kernel: one warp multiplies a tile of 8 weight rows, in shared memory, with up to 16 rows
 // of input.
+//
 // Both classes below divide the tile in the same way: the 32 lanes of a warp form 8 rows of 4, lane (g, t) reads 16
-bytes // of weight row g, and the four lanes t together read 64 neighbouring bytes of it. Several warps share out the
-columns // ("slices"), 64 bytes at a time in turn, so each holds a partial sum, and the caller adds those up. #pragma
-once
+// bytes of weight row g, and the four lanes t together read 64 neighbouring bytes of it. Several warps share out the
+// columns ("slices"), 64 bytes at a time in turn, so each holds a partial sum, and the caller adds those up.
+#pragma once
 
 #include "common/vectors.cuh"
 

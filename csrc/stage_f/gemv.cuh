@@ -1,10 +1,11 @@
 // The consumers: the other warps multiply the weights that the stream (stream.cuh) has copied.
-// The product must need few instructions, not few operations. A step (32 columns of 8 weight rows, times up to 4 //
-requests) is one load and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16 //
-bytes of a weight row are its whole operand: row g of the instruction takes the first half of them, row g + 8 the //
-second. Two columns of the instruction hold a request's activations, one for each half: its 8 columns are 4 requests //
-(a *set*; with more requests each step has two instructions). Of the four products of halves two are meaningless; the //
-other two are in the same lane, which adds them (c[0] + c[3]).
+//
+// The product must need few instructions, not few operations. A step (32 columns of 8 weight rows, times up to 4
+// requests) is one load and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16
+// bytes of a weight row are its whole operand: row g of the instruction takes the first half of them, row g + 8 the
+// second. Two columns of the instruction hold a request's activations, one for each half: its 8 columns are 4 requests
+// (a *set*; with more requests each step has two instructions). Of the four products of halves two are meaningless; the
+// other two are in the same lane, which adds them (c[0] + c[3]).
 //
 // A warp multiplies the same few columns of all rows of its block, with activations that it keeps in registers.
 #pragma once
