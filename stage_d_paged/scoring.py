@@ -26,14 +26,15 @@ from stage_d_paged.model import DecoderModel
 from stage_d_paged.sequence import Sequence
 
 MOST_TOKENS = 2048  # in one prefill: what runs beside it waits that long
+WHOLE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "hybrid_kv_cache": False}  # of these options
 NO_BLOCK = (-1, b"")  # a key that no block of the prefix cache has
 
 
 def check_can_score(options: Any) -> None:
-    """Raise `ValueError` for an engine of several ranks: each holds a part of the model, and runs whole steps only."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(options, name, 1)) > 1:
-            raise ValueError(f"prompt_logprobs: an engine with {name}={size} cannot score prompts; use {name}=1")
+    """Raise `ValueError` for an engine whose model or pool is in several parts: only its own steps serve all of them."""
+    for name, whole in WHOLE.items():
+        if (value := getattr(options, name, whole)) != whole:
+            raise ValueError(f"prompt_logprobs: an engine with {name}={value} cannot score prompts; use {name}={whole}")
 
 
 @torch.inference_mode()
