@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.loops import PROGRAMS
 from benchmarks.micro import with_engine
-from benchmarks.micro.quantized import ALL_FP8, CACHE, HEAD, WEIGHTS, load, states_of
-from benchmarks.micro.sampling import CHAT, PEAK, random_prompts
+from benchmarks.micro.quantized import CACHE, HEAD, WEIGHTS, load, states_of
+from benchmarks.micro.sampling import PEAK, random_prompts
 from benchmarks.results import ROOT
 from beyond import LLM as BeyondLLM
 from beyond.speculation.ngram import NgramDrafter
