@@ -40,7 +40,7 @@ def wrong_terms(text: str) -> list[str]:
     ]
     for name, term in WORDS["terms"].items():
         other = WORDS["contained"].get(term)
-        first = (text.replace(other, "") if other else text).partition(term)
+        first = (re.sub(other, "", text) if other else text).partition(term)
         if first[1] and not re.match(rf"[一-鿿]{{0,2}}（[^）]*{name}", first[2], re.IGNORECASE):
             said.append(f"{term}（{name}） at first use: {first[0][-20:]}{term}{first[2][:20]}")
     return said
