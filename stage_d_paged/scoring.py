@@ -31,7 +31,7 @@ NO_BLOCK = (-1, b"")  # a key that matches no block of the prefix cache
 
 
 def check_can_score(options: Any) -> None:
-    """Raise `ValueError` for an engine whose model or pool is in several parts: only its own steps serve all of them."""
+    """Raise `ValueError` for an engine whose model or pool is in several parts: its own steps alone serve them all."""
     for name, whole in WHOLE.items():
         if (value := getattr(options, name, whole)) != whole:
             raise ValueError(f"prompt_logprobs: an engine with {name}={value} cannot score prompts; use {name}={whole}")
