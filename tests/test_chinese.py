@@ -24,7 +24,7 @@ WIDTHS = {  # what is wrong, and how it looks
 
 def prose(text: str) -> str:
     """A page's sentences as a reader sees them; code in a sentence is one letter, and code blocks are gone."""
-    text = re.sub(r"<!--.*?-->", "", CODE.sub("", without_results(text)), flags=re.DOTALL)
+    text = re.sub(r"\A---\n.*?\n---\n|<!--.*?-->", "", CODE.sub("", without_results(text)), flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "C", text))
     return re.sub(r"^(?: {4}.*|#.*)$|\*", "", text, flags=re.MULTILINE)
 
