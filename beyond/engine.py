@@ -10,6 +10,7 @@ Stage F's engine is composed of parts that are handed to it. Each package here h
     drafts      what guesses tokens, and how guesses are verified    speculation/drafts.py, ahead_drafts.py
     placement   which layers run on which device                     ranks.py, scale_out/pipeline_ranks.py
     constraints which tokens may come next                           structured/constraints.py
+    pools       how far back each kind of layer keeps its tokens     windows/parts.py
 
 This file alone knows them all. What cannot be combined is in `options.py`.
 """
@@ -40,6 +41,7 @@ from beyond.speculation.token_table import TokenTable
 from beyond.structured.checks import check_structured_outputs
 from beyond.structured.constraints import Constraints, constrained_sampler, constraints_of
 from beyond.structured.grammars import Grammars, WhenCompiled
+from beyond.windows.parts import block_manager_of, divide_pool, fit_options, hybrid_batch
 from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
@@ -97,13 +99,14 @@ class LLM(stage_f.LLM):
         )
 
     def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
-        options = self.options = options_of_checkpoint(self.source, self.options)
+        options = options_of_checkpoint(self.source, self.options)
+        options = self.options = fit_options(options, ModelConfig.from_hf(self.source.config))
         length, guesses = options.num_speculative_tokens, options.speculation
         rows = replace(options, max_num_seqs=options.max_rows)  # a batch slot for every row of a step
         ngram = self._drafter = NgramDrafter(length) if guesses == "ngram" else None
         if options.num_ranks > 1:
             return self._build_on_ranks(rows, seed)
-        runtime = load_quantized_runtime(self.source, rows, self.device, self.dtype, seed)
+        runtime = divide_pool(load_quantized_runtime(self.source, rows, self.device, self.dtype, seed), rows)
         drafting = self._load_draft(runtime, seed) if guesses == "model" else None
         guess = partial(guess_of_table, ngram) if ngram is not None and options.guesses_ahead else draft_of
         sampler = constrained_sampler(runtime, rows, self.source, guess)  # before the pools, as in stage E
@@ -116,7 +119,7 @@ class LLM(stage_f.LLM):
             table = TokenTable(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
             tokens = TableTokens(LastTokens(rows.max_num_seqs, runtime.device), table, runtime.block_size)
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
-            batch = AheadBatch(*limits, length, tokens, sampler)
+            batch = hybrid_batch(rows, AheadBatch)(*limits, length, tokens, sampler)
             graphs = verification_graphs(batch, length, rows.max_num_seqs, TokenSource.TABLE)
             return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, tokens, [graphs])
         if drafting is not None:
@@ -125,8 +128,8 @@ class LLM(stage_f.LLM):
         else:
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
         if guesses == "off":
-            return runtime, compose_runner(runtime, kv_cache, sampler, rows)
-        batch = DraftBatch(*limits)
+            return runtime, compose_runner(runtime, kv_cache, sampler, rows, hybrid_batch(rows)(*limits))
+        batch = hybrid_batch(rows, DraftBatch)(*limits)
         graphs = verification_graphs(batch, length, rows.max_num_seqs, TokenSource.HOST)
         return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, graphs=[graphs])
 
@@ -174,6 +177,8 @@ class LLM(stage_f.LLM):
         options, parts = self.options, {}
         if options.speculation != "off":
             parts = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
+        if (block_manager := block_manager_of(self.runner)) is not None:
+            parts["block_manager_class"] = block_manager
         make = partial(Scheduler, **parts)
         if options.pipeline_parallel_size > 1:
             make = partial(PipelineScheduler, num_micro_batches=options.batches_in_flight, **parts)

@@ -1,8 +1,8 @@
 """All options of `beyond`'s engine, which of them cannot be combined, and all of them on the command line.
 
-What an option means is said in its package: `quantization/options.py`, `speculation/options.py` and
-`scale_out/options.py`. They are one flat set of names. Nearly all of them combine, because each chooses a part of the
-engine of its own; where two do not, `REFUSED` says so and what to do instead. (It is here and not beside the parts,
+What an option means is said in its package: `quantization/options.py`, `speculation/options.py`, `windows/options.py`
+and `scale_out/options.py`. They are one flat set of names. Nearly all of them combine, because each chooses a part of
+the engine of its own; where two do not, `REFUSED` says so and what to do instead. (It is here and not beside the parts,
 because the command line asks before anything slow is imported.)
 """
 
@@ -19,12 +19,14 @@ from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.options import add_options as add_scale_out_options
 from beyond.speculation.options import MAX_SPECULATING, SpeculationOptions
 from beyond.speculation.options import add_options as add_speculation_options
+from beyond.windows.options import WindowOptions
+from beyond.windows.options import add_options as add_window_options
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.options import add_options as add_graph_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(QuantizationOptions, SpeculationOptions, ScaleOutOptions, GraphOptions):
+class Options(QuantizationOptions, SpeculationOptions, WindowOptions, ScaleOutOptions, GraphOptions):
     """Options of `beyond`'s `LLM`: stage F's and those of the packages."""
 
     def __post_init__(self) -> None:
@@ -107,10 +109,23 @@ REFUSED = (
         lambda o: not o.uses("overlap") and o.pipeline_parallel_size > 1,
         "for one batch at a time use num_micro_batches=1",
     ),
+    Refusal(
+        "hybrid_kv_cache",
+        "pipeline_parallel_size",
+        lambda o: o.hybrid_kv_cache and o.pipeline_parallel_size > 1,
+        "a stage's pool serves all of its layers; use tensor_parallel_size",
+    ),
+    Refusal(
+        "hybrid_kv_cache",
+        "speculation",
+        lambda o: o.hybrid_kv_cache and o.speculation == "model",
+        "the small model keeps its own keys in one pool of as many blocks; use speculation='ngram'",
+    ),
 )
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add the options to the command line."""
-    for add in (add_graph_options, add_quantization_options, add_speculation_options, add_scale_out_options):
+    packages = add_quantization_options, add_speculation_options, add_window_options, add_scale_out_options
+    for add in (add_graph_options, *packages):
         add(group)

@@ -22,6 +22,7 @@ from beyond.scale_out.hosts import join_ranks
 from beyond.scale_out.pipeline_ranks import build_stage_rank
 from beyond.speculation.drafts import draft_of
 from beyond.structured.constraints import constrained_sampler
+from beyond.windows.parts import divide_pool, hybrid_batch
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import Sampler
@@ -57,7 +58,7 @@ class Job(ranks.Job):
         """Build one rank's part: a share of the whole model, or of a stage."""
         options = self.options_class(**self.options)
         if options.pipeline_parallel_size == 1:
-            return super().build(rendezvous, workers, batch)
+            return super().build(rendezvous, workers, hybrid_batch(options, batch))
         return build_stage_rank(self, options, rendezvous, workers, batch)
 
     def make_sampler(self, runtime: Runtime, options: Options) -> Sampler:
@@ -67,7 +68,7 @@ class Job(ranks.Job):
     def load(self, options: Options, device: torch.device, build: Callable[..., DecoderModel]) -> Runtime:
         """Load one rank's share of the model, which `build` makes."""
         source, dtype = resolve_quantized(self.model), getattr(torch, self.dtype)
-        return load_quantized_runtime(source, options, device, dtype, self.seed, build)
+        return divide_pool(load_quantized_runtime(source, options, device, dtype, self.seed, build), options)
 
 
 def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:

@@ -22,6 +22,7 @@ TRACED = (
     "stage_b_decode_step/",
     "beyond/scale_out/",
     "beyond/speculation/",
+    "beyond/windows/",
 )
 
 

@@ -9,18 +9,18 @@ import pytest
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
-DECKS = sorted((ROOT / "docs" / "slides").glob("week*.md"))
+DECKS = {end: sorted((ROOT / "docs" / "slides").glob(f"week?{end}")) for end in (".md", ".zh-CN.md")}
 
 
-def test_every_week_of_the_course_links_to_its_slides() -> None:
-    weeks = re.findall(
-        r"^\| (\d) \| \[slides\]\((.+?)\)", (ROOT / "docs/course.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert [(str(i), f"slides/week{i}.md") for i in range(1, 8)] == weeks
-    assert [ROOT / "docs" / name for _, name in weeks] == DECKS
+@pytest.mark.parametrize("end", DECKS)
+def test_every_week_of_the_course_links_to_its_slides(end: str) -> None:
+    plan = (ROOT / f"docs/course{end}").read_text(encoding="utf-8")
+    weeks = re.findall(r"^\| (\d) \| \[(?:slides|幻灯片)\]\((.+?)\)", plan, re.MULTILINE)
+    assert [(str(i), f"slides/week{i}{end}") for i in range(1, 8)] == weeks
+    assert [ROOT / "docs" / name for _, name in weeks] == DECKS[end]
 
 
-@pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("deck", sum(DECKS.values(), []), ids=lambda path: path.stem)
 def test_slides_fit_an_hour_and_the_screen_and_lead_to_what_is_there(deck: Path) -> None:
     text = deck.read_text(encoding="utf-8")
     slides = re.split(r"^#{1,2} ", text, flags=re.MULTILINE)[1:]

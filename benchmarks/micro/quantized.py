@@ -324,15 +324,18 @@ def load(name: str, device: str, dtype: str, options: dict[str, object]) -> Runt
 @torch.inference_mode()
 def logits_of(runtime: Runtime, text: Text) -> Tensor:
     """The logits before each token of the answer, float32 `[answer tokens, vocab]`."""
-    length, device = len(text.ids) - 1, runtime.device
+    return runtime.model.compute_logits(states_of(runtime, text.ids[:-1])[text.first - 1 :]).float()
+
+
+def states_of(runtime: Runtime, ids: list[int]) -> Tensor:
+    """The final states of all positions of one text, `[tokens, hidden]`."""
+    length, device = len(ids), runtime.device
     blocks = -(-length // runtime.block_size)
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
     positions = torch.arange(length, device=device)
     table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
     metadata = AttentionMetadata(ints([0, length]), ints([length]), positions, table, length, length)
-    ids = torch.tensor(text.ids[:-1], device=device)
-    hidden = runtime.model(ids, positions, runtime.make_pool(blocks), metadata)
-    return runtime.model.compute_logits(hidden[text.first - 1 :]).float()
+    return runtime.model(torch.tensor(ids, device=device), positions, runtime.make_pool(blocks), metadata)
 
 
 def compare(reference: list[Tensor], logits: list[Tensor]) -> dict[str, float]:
