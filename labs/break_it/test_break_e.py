@@ -10,7 +10,7 @@ from stage_e_batching.step import BatchSequence, State
 
 
 def sequence_of(prompt_len: int, max_tokens: int, phrase: int) -> BatchSequence:
-    """A request whose prompt shares no block with those of other phrases."""
+    """Make a request whose prompt shares no block with the prompts of other phrases."""
     prompt = [phrase * 10_000 + i for i in range(prompt_len)]
     return BatchSequence(completion_of(prompt, max_tokens))
 
@@ -27,7 +27,7 @@ def run_step(scheduler: Scheduler) -> None:
 
 
 def test_a_long_request_comes_in_although_short_ones_keep_arriving():
-    """A long prompt that does not fit at once waits among short ones that do; it must not wait for ever."""
+    """A long prompt that does not fit at once waits among short ones that do; it must not wait forever."""
     scheduler = Scheduler(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     for phrase in range(3):
         scheduler.add(sequence_of(8, 8, phrase))

@@ -54,7 +54,7 @@ def a_call() -> Call:
 
 
 def test_a_request_that_comes_later_starts_while_another_runs():
-    """`EngineLoop(engine, deliver)` runs in a thread of its own; `submit` hands it a call."""
+    """`EngineLoop(engine, deliver)` runs in a separate thread; `submit` gives it a call."""
     engine = TirelessEngine()
     loop = EngineLoop(engine, lambda now, news: None)
     loop.submit(a_call())

@@ -1,4 +1,4 @@
-"""Break it, lab K: answers in a form disturb each other.
+"""Break it, lab K: constrained answers disturb each other.
 
 It takes two requests at the same time; one after the other, each gets what it asks for. The forms of the broken engines
 are compiled once, as in the reference, and differ from it by one line. Write a test that passes with the reference and

@@ -1,7 +1,7 @@
-"""A cache that takes several tokens at a time: a part of a prompt, or the words that a chat goes on with.
+"""A cache that takes several tokens at a time: a part of a prompt, or the next message of a chat.
 
-`stage_a_naive/cache.py` adds one token per call. Here several come at once, after those that are stored
-already. `python -m labs.variants.append` runs eight tokens in three parts and compares them with one after another.
+`stage_a_naive/cache.py` adds one token per call. Here several arrive at once, after the tokens that are stored already.
+`python -m labs.variants.append` runs eight tokens in three parts and compares them with one after another.
 """
 
 import torch
@@ -13,8 +13,8 @@ from stage_a_naive import cache
 def append_and_attend(x: Tensor, keys: Tensor, values: Tensor, count: int) -> Tensor:
     """Store the keys and values of the tokens `x [tokens, head_dim]`, and attend with each; `[tokens, head_dim]`.
 
-    `keys` and `values`, `[positions, head_dim]`, are the cache; `count` of their rows are filled, those of earlier
-    tokens. A token attends to all earlier ones and to itself. Each key and value is computed once.
+    `keys` and `values`, `[positions, head_dim]`, are the cache; `count` of their rows are filled, by earlier tokens. A
+    token attends to all earlier ones and to itself. Each key and value is computed once.
     """
     end = count + len(x)
     keys[count:end], values[count:end] = cache.keys_and_values(x)

@@ -1,6 +1,6 @@
-"""What the slow copy of lab P does too often, as counts: each function says how the count follows from the work.
+"""Counts of the unnecessary work in the slow copy of lab P: each function computes the count from the work's size.
 
-Measure the slow copy at two or three sizes before you write a formula down. `python -m labs.variants.counts` prints the
+Measure the slow copy at two or three sizes before you write down a formula. `python -m labs.variants.counts` prints the
 counts of one size.
 """
 

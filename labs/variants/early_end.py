@@ -1,9 +1,9 @@
-"""Steps that end early: how far ahead may a step be launched, and what becomes of those that nobody needs?
+"""Steps that end early: how far ahead may a step be launched, and what happens to unnecessary steps?
 
 An engine that launches a step before the last token has arrived cannot know whether that token ends the answer: such a
-step runs for nothing. A limit on the number of tokens it does know. And what was launched must have run before anybody
-else may use the cache. `python -m labs.variants.early_end` answers one question with 0, 1 and 3 steps ahead, once until
-its end and once up to 20 tokens, and prints the steps that ran for nothing.
+step runs for nothing. But it knows the limit on the number of tokens. And all launched steps must have run before
+another request may use the cache. `python -m labs.variants.early_end` answers one question with 0, 1 and 3 steps ahead,
+once until its end and once up to 20 tokens, and prints the steps that ran for nothing.
 """
 
 from collections import deque
@@ -29,7 +29,8 @@ def generate_ahead(
     is in flight any more.
 
     Returns:
-        The answer, from `first` to `eos_id` with it, and the number of steps that were launched and not needed.
+        The answer, from `first` up to and including `eos_id`, and the number of steps that were launched but not
+        needed.
     """
     ids, in_flight = [first], deque()
     while len(ids) < max_tokens and ids[-1] != eos_id:

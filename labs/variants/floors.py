@@ -1,4 +1,4 @@
-"""The floor of a whole answer: its decode steps read all weights and a cache that grows, and no memory is faster.
+"""The floor of a whole answer: the least time in which its decode steps can read all weights and a growing cache.
 
 `stage_a_naive/floor.py` counts what one step reads. `python -m labs.variants.floors` adds up an answer's steps, for the
 shape of Qwen2.5-0.5B in bfloat16 and the memory of an H200: a long answer takes longer than its share of tokens.
@@ -8,9 +8,9 @@ WEIGHT_BYTES, KV_BYTES, BANDWIDTH = 988_000_000, 12_288, 4.2e12  # about: all we
 
 
 def answer_floor(weight_bytes: int, kv_bytes: int, num_prompt: int, num_generated: int, bandwidth: float) -> float:
-    """Return the seconds that the decode steps of an answer take at least; its first token is the prefill's.
+    """Return the least seconds of an answer's decode steps; the prefill makes the first token.
 
-    A step reads all weights once, and the keys and values of every token up to and with the one that it runs.
+    A step reads all weights once, and the keys and values of every token up to and including the one that it runs.
 
     Args:
         weight_bytes: of all weights.

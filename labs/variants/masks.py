@@ -1,8 +1,8 @@
 """Constrained decoding for many rows: states as numbers, a tree of tokens, masks that rows share, and drafts.
 
 `beyond/structured/loop.py` answers one question: its states are patterns, and every token is tried from its first
-character. Here the states of a pattern are numbers in a table, and tokens that begin alike are walked together.
-`python -m labs.variants.masks` chooses tokens at random, for rows with a form and for one without.
+character. Here the states of a pattern are numbers in a table, and tokens with the same beginning are checked together.
+`python -m labs.variants.masks` chooses tokens at random, for rows with a constraint and for one without.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Table(NamedTuple):
     """A finite automaton. State 0 is the beginning; every state can still lead to an end.
 
     Attributes:
-        moves: of each state, the next state by character; a character that is not there cannot come.
+        moves: for each state, the next state by character; a missing character is not allowed.
         ends: the states where the text may end.
     """
 
@@ -36,7 +36,7 @@ class Table(NamedTuple):
     ends: frozenset[int]
 
     def after(self, state: int, text: str) -> int | None:
-        """Return the state after more text, or None if it cannot come."""
+        """Return the state after more text, or None if the text is not allowed."""
         for char in text:
             if char not in self.moves[state]:
                 return None
@@ -45,11 +45,11 @@ class Table(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A beginning that tokens share.
+    """A common beginning of tokens.
 
     Attributes:
-        ids: the tokens that are this text.
-        children: the beginnings that are one character longer, by that character.
+        ids: the tokens with exactly this text.
+        children: the beginnings with one more character, by that character.
     """
 
     ids: list[int]
@@ -57,14 +57,14 @@ class Node(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Where an answer is in its form: the form's name, and a state of its table."""
+    """The position of an answer in its grammar: the grammar's name, and a state of its table."""
 
     form: str
     state: int
 
 
 def tree_of(texts: Sequence[str]) -> Node:
-    """Put the tokens of a vocabulary into a tree; tokens without a text, which are special, are not in it."""
+    """Put the tokens of a vocabulary into a tree; special tokens, which have no text, are not in it."""
     root = Node([], {})
     for token_id, text in enumerate(texts):
         node = root
@@ -76,18 +76,18 @@ def tree_of(texts: Sequence[str]) -> Node:
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:
-    """Pack a mask, bool `[vocab]`, into bits as the engine has them: int32 `[ceil(vocab / 32)]`."""
+    """Pack a mask, bool `[vocab]`, into bits as in the engine: int32 `[ceil(vocab / 32)]`."""
     padded = np.pad(allowed, (0, -len(allowed) % 32))
     return np.packbits(padded, bitorder="little").view(np.int32)
 
 
 def table_of(pattern: str, chars: Sequence[str], most: int = 1000) -> Table:
-    """Give the states of a pattern numbers, and write down where each character leads.
+    """Number the states of a pattern, and record where each character leads.
 
     Args:
         pattern: as `loop.parse` reads it, which gives the first state; `loop.after` gives the others.
-        chars: what texts are made of.
-        most: states that the table may have.
+        chars: the characters of all texts.
+        most: the most states that the table may have.
 
     Raises:
         ValueError: there are more states.
@@ -110,10 +110,10 @@ def table_of(pattern: str, chars: Sequence[str], most: int = 1000) -> Table:
 
 
 def mask_of(table: Table, state: int, tree: Node, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
-    """Return which tokens may come in a state, bool `[vocab_size]`.
+    """Return which tokens are allowed in a state, bool `[vocab_size]`.
 
-    A token may come if all of its characters may. `eos_ids`, which end an answer, may come where the text may end. What
-    is below a character that cannot come is not looked at.
+    A token is allowed if all of its characters are. `eos_ids`, which end an answer, are allowed where the text may end.
+    Everything below a forbidden character is skipped.
     """
     allowed = np.zeros(vocab_size, bool)
     left = [(tree, state)]
@@ -132,15 +132,15 @@ def choose_again(
     mask_at: Callable[[Point], np.ndarray],
     choose: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Choose the tokens of rows with a form once more, into `ids`; all other rows keep theirs.
+    """Choose the tokens of constrained rows again, into `ids`; all other rows keep theirs.
 
     Args:
-        logits: `[rows, vocab]`, of the model. They stay as they are.
+        logits: `[rows, vocab]`, of the model. They stay unchanged.
         ids: int64 `[rows]`, chosen without masks.
-        points: of each row, where it is in its form; None for a row without one.
-        mask_at: returns the mask of a point, packed. It is slow: call it once per point, however many rows are there.
+        points: each row's position in its grammar; None for a row without a constraint.
+        mask_at: returns the mask of a point, packed. It is slow: call it once per point, for any number of rows.
         choose: the sampler: from scores `[n, vocab]` and the numbers of their rows, int64 `[n]`, to ids, int64 `[n]`.
-            Call it once, with the rows with a form and no others; not at all if there are none.
+            Call it once, with only the constrained rows; not at all if there are none.
     """
     rows = [row for row, point in enumerate(points) if point is not None]
     if not rows:
@@ -159,16 +159,16 @@ def verify(
     draft: Sequence[int],
     choose: Callable[[list[int]], list[int]],
 ) -> tuple[list[int], int | None]:
-    """Check a draft in one step of the model; return the tokens that the step gives, and the state behind them.
+    """Check a draft in one step of the model; return the tokens that the step gives, and the state after them.
 
-    The draft ends before the first guess that the form forbids or that has no text, such as the end of an answer.
+    The draft ends before the first guess that the grammar forbids or that has no text, such as the end of an answer.
 
     Args:
         texts: of the tokens; `texts[eos_id]` is "".
-        state: behind the last known token.
-        draft: guesses of the tokens that come next.
-        choose: the model and the sampler: from the states in front of n tokens to these tokens, each allowed in its
-            state. The first comes behind the last known token, the others behind one guess each. Call it once.
+        state: after the last known token.
+        draft: guesses of the next tokens.
+        choose: the model and the sampler: from the states before n tokens to these tokens, each allowed in its state.
+            The first comes behind the last known token, the others behind one guess each. Call it once.
 
     Returns:
         the tokens that are certain, and the state behind the last of them; None where that is `eos_id`.

@@ -1,7 +1,7 @@
 """A prompt in parts: each part runs once, on top of what the cache has of those before it.
 
-A chat grows by a question at a time. Its earlier turns have run already, and whoever kept their cache runs the new
-question alone. `python -m labs.variants.parts` answers one prompt, whole and cut in three, and prints what ran.
+A chat grows by one question at a time. Its earlier turns have run already, and an engine that kept their cache runs the
+new question alone. `python -m labs.variants.parts` answers one prompt, whole and cut in three, and prints what ran.
 """
 
 import torch

@@ -3,7 +3,7 @@
 Chats of one product all begin with the same system prompt. Its keys and values are the same in each of them, because a
 token's keys depend on itself and the tokens before it, on nothing later. So a block table may name blocks that another
 sequence has filled. `python -m labs.variants.shared_prefix` answers five questions after one system prompt, each with
-blocks of its own and with shared ones, and prints the blocks that were taken and the tokens that ran.
+separate blocks and with shared ones, and prints the blocks that were taken and the tokens that ran.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def share_nothing(sequence: Sequence, other: Sequence, block_size: int) -> int:
 
 
 def share(sequence: Sequence, other: Sequence, block_size: int) -> int:
-    """Let a sequence without blocks begin with those of another that hold the same tokens; returns how many.
+    """Let a sequence without blocks share another's blocks with the same tokens; return how many.
 
     Only whole blocks of tokens whose keys the other has computed are shared: a sequence writes into its last block. At
     least one token of the sequence is left to run, since the logits behind it are wanted. `num_computed` says then how
@@ -44,7 +44,7 @@ def generate(
     eos_id: int,
     share: Callable[[Sequence, Sequence, int], int],
 ) -> list[list[int]]:
-    """Answer all prompts side by side; the first runs a step ahead of the others, which share what it has."""
+    """Answer all prompts together; the first runs a step ahead of the others, which share its blocks."""
     first, *others = sequences = [Sequence(list(prompt)) for prompt in prompts]
     running = [first]
     while running:

@@ -1,9 +1,9 @@
 """Shortest prompt first: who joins next is a choice, and another choice than the order of arrival is often quicker.
 
 A long prompt in front keeps many short ones waiting, so the mean time to the first token falls when the short ones go
-first. Alone, that rule would let a long prompt wait for ever while short ones keep coming. So whoever has waited for
-long enough goes first all the same. `python -m labs.variants.shortest_first` answers 24 questions of very different
-lengths in both orders and prints the steps before the first token.
+first. This rule alone would let a long prompt wait forever while short ones keep arriving. So a request that has waited
+long enough goes first anyway. `python -m labs.variants.shortest_first` answers 24 questions of very different lengths
+in both orders and prints the steps before the first token.
 """
 
 from collections import deque
