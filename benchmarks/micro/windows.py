@@ -3,8 +3,8 @@
     python -m benchmarks.micro windows                 # counted; `part=memory`
     python -m benchmarks.micro windows part=step       # timed on a GPU, as `part=load` is
 
-*memory*: bytes that a request of Gemma 3 270M holds in decode, and requests whose blocks fit beside the weights on a GPU
-of 16 GB, in an engine for up to 32,768 tokens that divides the memory as it does.
+*memory*: bytes that a request of Gemma 3 270M holds in decode, and requests whose blocks fit beside the weights on a
+GPU of 16 GB, in an engine for up to 32,768 tokens that divides the memory as it does.
 *step*: a decode step of requests with 30,000 tokens each, as the whole engine runs it. *load*: requests of 8,000 tokens
 in the memory of a small pool.
 """
