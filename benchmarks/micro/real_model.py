@@ -114,6 +114,7 @@ def spread(ids: Sequence[int], count: int, length: int) -> list[list[int]]:
 
 PROMPTS, TOKENS, MOST = 8, 96, 8  # of a kind; tokens of an answer; the longest draft
 LAYERS = (6, 12, 15)  # of 18, that guess
+FIRST_LAYERS = tuple(f"first {count} layers" for count in LAYERS)
 ANSWERS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}}
 
 
@@ -162,7 +163,9 @@ def rows_of(model: object, prompts: list, answers: list, what: dict) -> list[dic
         agreed = [agreements(model, *both, layers) for both in zip(prompts, answers, strict=True)]
         whole = np.mean([own[layers[-1]] for own in agreed])
         assert whole > 0.99, f"all layers give {whole:.2%} of the tokens that the engine gave"
-        runs |= {f"first {count} layers": [run_lengths(own[count]) for own in agreed] for count in LAYERS}
+        runs |= {
+            name: [run_lengths(own[count]) for own in agreed] for name, count in zip(FIRST_LAYERS, LAYERS, strict=True)
+        }
     again = np.mean([is_again(answer, at) for answer in answers for at in range(TOKENS)])
     rows = []
     for name, own in runs.items():
@@ -246,6 +249,12 @@ def by_text(result: dict) -> list[dict]:
             | {"share": [count / max(1, drafts) for count in row["right"]]}
         )
     return found
+
+
+def of_layers(result: dict, text: str) -> str:
+    """How many of four guesses of the first layers are right, by how many layers guess."""
+    means = {row["by"]: row["mean"] for row in by_text(result) if (row["text"], row["drafted"]) == (text, 4)}
+    return ", ".join(f"{means[name]:.2f}" for name in FIRST_LAYERS)
 
 
 # ---- nuclei ---------------------------------------------------------------------------------------------------------
