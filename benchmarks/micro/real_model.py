@@ -49,8 +49,12 @@ MODULES += ("json", "inspect", "logging", "os", "pathlib", "random", "re", "shut
 MODULES += ("subprocess", "tarfile", "threading", "unittest", "zipfile")
 
 
-def measure(part: str = "guesses") -> dict:
-    """One part: guesses, nuclei, quality or forms.
+def measure(part: str = "guesses", texts: int = 20) -> dict:
+    """One part.
+
+    Args:
+        part: guesses, nuclei, quality or forms.
+        texts: of `quality`, an even number; each has 1,024 tokens.
 
     Raises:
         ValueError: there is no such part, or the model has not been built.
@@ -59,8 +63,9 @@ def measure(part: str = "guesses") -> dict:
         raise ValueError(f"real_model has no part {part!r}; there are: {', '.join(PARTS)}")
     if not MODEL.is_dir():
         raise ValueError(f"no {MODEL.relative_to(ROOT)}: `make real-model` builds it")
-    texts = [{"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in texts_of().items()]
-    return {"part": part, "model": MODEL.name} | PARTS[part]() | {"texts": texts}
+    named = [{"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in texts_of().items()]
+    found = rate_quality(texts) if part == "quality" else PARTS[part]()
+    return {"part": part, "model": MODEL.name} | found | {"texts": named}
 
 
 # ---- texts ----------------------------------------------------------------------------------------------------------
@@ -309,7 +314,7 @@ def sizes(what: dict, runtime: Runtime, texts: list[list[int]]) -> list[dict]:
 
 # ---- quality --------------------------------------------------------------------------------------------------------
 
-QUALITY_TEXTS, EVERY = 20, 4  # half of them pages, half docstrings; each is read, every fourth next token is judged
+EVERY = 4  # half of the texts are pages, half docstrings; each is read, every fourth next token is judged
 KINDS: dict[str, dict[str, object]] = {
     "weights int8": WEIGHTS,
     "weights fp8": {"quantization": "fp8"},
@@ -320,7 +325,7 @@ SUMS = ("positions", "loss", "kl", "equal", "sure", "sure_equal")
 
 
 @torch.inference_mode()
-def rate_quality(count: int = QUALITY_TEXTS) -> dict:
+def rate_quality(count: int) -> dict:
     """Perplexity and equal next tokens of every format, by kind of text."""
     runtimes = {"float32": load(str(MODEL), "cpu", "float32", {})}
     runtimes |= {kind: load(str(MODEL), "cpu", "float32", options) for kind, options in KINDS.items()}
@@ -415,6 +420,7 @@ def count_forced() -> dict:
         grammars, rows = constraints_of(llm.runner.sampler).grammars, []
         for name, form in FORMS.items():
             params = SamplingParams(temperature=0.0, max_tokens=FORM_TOKENS, structured_outputs=form)
+            grammars.compile(params.structured_outputs).result()  # a slow machine needs longer than a request may
             outputs = llm.generate(prompts, params, use_tqdm=False)
             walks = [walk(grammars, params.structured_outputs, output["token_ids"]) for output in outputs]
             allowed = [count for own in walks for count in own]
@@ -440,7 +446,7 @@ def walk(grammars: Grammars, form: StructuredOutputs, token_ids: list[int]) -> l
     return counts
 
 
-PARTS: dict[str, Callable[[], dict]] = {
+PARTS: dict[str, Callable[..., dict]] = {
     "guesses": count_guesses,
     "nuclei": count_nuclei,
     "quality": rate_quality,
