@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 ATTENTION_NAME, PREFILL_NAME = "grouped_sdpa", "grouped_sdpa_for_prefill"
 
 # Flash takes no mask, so it serves the prefill. "Efficient" (xFormers) takes a mask, so it serves decoding with a
-# padded # cache. "Math" is plain PyTorch, for inputs that the others do not support (float32 with grouped heads, odd
+# padded cache. "Math" is plain PyTorch, for inputs that the others do not support (float32 with grouped heads, odd
 # head sizes). cuDNN is left out: it makes a plan for every new shape, and a prompt has a new shape almost every time.
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

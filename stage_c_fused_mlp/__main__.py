@@ -43,5 +43,5 @@ def idea(llm: LLM, metrics: Metrics) -> str:
 
 
 if __name__ == "__main__":
-    text = "Stage C: stage B with the MLP block of every layer in one C++/CUDA operator of our own."
+    text = "Stage C: stage B with the MLP block of every layer in one custom C++/CUDA operator."
     raise SystemExit(run("stage_c_fused_mlp", text, add_options, idea=idea))

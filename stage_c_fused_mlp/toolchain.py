@@ -55,7 +55,7 @@ def why_no_cuda() -> str:
 
 
 def architectures_here() -> tuple[str, ...]:
-    """Return the architectures in TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), or else those of this machine's GPUs."""
+    """Return the architectures in TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), or else of this machine's GPUs."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     if listed:
         return tuple(listed.replace(";", " ").split())

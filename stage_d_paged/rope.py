@@ -1,4 +1,4 @@
-"""Rotary frequencies, and the ways to scale them for contexts longer than those of the training.
+"""Rotary frequencies, and the ways to scale them for contexts longer than in the training.
 
 Dimension pair `i` of a head turns by `position * theta^(-2i / head_dim)`: the first pairs turn fast, the last ones
 hardly at all. For the slow pairs, a position beyond the training's is an angle that training has never seen. So every

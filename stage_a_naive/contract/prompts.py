@@ -49,7 +49,7 @@ def token_ids(index: int, ids: Any) -> list[int]:
 
 
 def check_text(index: int, text: str) -> None:
-    """Reject text that UTF-8 cannot encode: half of a surrogate pair, which undecodable bytes leave behind."""
+    """Reject text that UTF-8 cannot encode: half of a surrogate pair, which undecodable bytes leave."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -44,7 +44,7 @@ def add_prompt_logprobs(
     """Add the log-probabilities of prompts to the outputs that ask for them.
 
     Args:
-        outputs, requests: those of one call, in the same order.
+        outputs, requests: of one call, in the same order.
         score: computes log-probabilities from a prompt's ids and the number of likeliest tokens to return.
     """
     scores: PromptLogprobs = []

@@ -92,7 +92,7 @@ class Frontend:
                 may also be a dictionary, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: one for all prompts, or a list with one for each.
             use_tqdm: show a progress bar.
-            on_text: called as `on_text(index, piece)` with every new piece of text; `index` is that of the output.
+            on_text: called as `on_text(index, piece)` with every new piece of text of output `index`.
 
         Returns:
             One `GenerationOutput` per prompt, or `n` of them, in the order of the prompts.

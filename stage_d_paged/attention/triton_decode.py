@@ -93,7 +93,8 @@ def online_softmax(
         if WINDOW > 0:
             valid = valid & (start + key >= context_len - WINDOW)
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
-        # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
+        # Issue the next tile's lookup here: at the top of the next iteration it would cost a stage of the load
+        # pipeline.
         block = look_up(table, start + step, context_len, BLOCK_SIZE, BLOCK_N)
         pool_offset = slot[:, None] * slot_stride + pool_column
         k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)  # [BLOCK_N, HEAD_PAD]

@@ -111,7 +111,8 @@ def _attend_to_keys(
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
         first_slot = block * BLOCK_SIZE + start % BLOCK_SIZE
         scale_offset = _scales_of(block, start, key, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N)
-        # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
+        # Issue the next tile's lookup here: at the top of the next iteration it would cost a stage of the load
+        # pipeline.
         block = look_up(table, start + BLOCK_N, last, BLOCK_SIZE, BLOCK_N)
         pool_offset = slot[:, None] * slot_stride + pool_column
         if k_tiles is not None and not MASKED:  # the copy engine fetches the whole tile
@@ -339,8 +340,8 @@ def prefill(
 ) -> None:
     """Write to `out` the attention of every sequence that has more than one query; leave other rows unchanged.
 
-    `scales`: of keys and of values, float32 `[blocks, kv_heads, block_size]`, where a head of a token is stored in
-    units of its own; None where the pool holds the numbers themselves.
+    `scales`: of keys and of values, float32 `[blocks, kv_heads, block_size]`, if each head of a token is stored in its
+    own units; None if the pool holds the numbers themselves.
     """
     tokens, heads, head_dim = query.shape
     block_size, kv_heads = k_cache.shape[1:3]
