@@ -24,7 +24,7 @@ TABLES = """
 [constrained]
 corner = "model, requests"
 line = "{model}, {requests}"
-columns."ms per step without a form: median, 99 %" = "{1e3 * median(free):n}, {1e3 * median(free_99):n}"
+columns."ms per step without a schema: median, 99 %" = "{1e3 * median(free):n}, {1e3 * median(free_99):n}"
 columns."with a schema" = "{1e3 * median(form):n}, {1e3 * median(form_99):n}"
 columns."ratio" = "{median(form) / median(free):.2f}, {median(form_99) / median(free_99):.2f}"
 columns."ms of the host for grammars" = "{1e3 * median(host):n}, {1e3 * median(host_99):n}"
