@@ -1,7 +1,7 @@
-"""Constrained decoding: a step of requests with one schema beside a step of the same requests without.
+"""Constrained decoding: a step of requests with one schema, compared with a step of the same requests without.
 
 The models have random weights and a made-up tokenizer as large as their vocabulary. Both ways sample with the same
-seeds, and no answer can end. What grammars take of the host (accept tokens, fill masks) runs beside the forward.
+seeds, and no answer can end. The host's work for grammars (accept tokens, fill masks) overlaps with the forward.
 """
 
 import os
