@@ -279,7 +279,7 @@ def test_a_reference_to_another_document_is_not_fetched() -> None:
 
 
 def test_an_answer_that_its_form_does_not_accept_is_its_requests_error_alone(llm: LLM) -> None:
-    """The library takes any 29th of February; this one is led there by the form around it."""
+    """The library accepts any 29th of February; the constraint leads this answer to one."""
     wrong = {"json": {"type": "string", "format": "date", "pattern": "^2023-02-(29|30)$"}}
     free = llm.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0))
     llm.add_request(PROMPT, SamplingParams(max_tokens=60, temperature=0, structured_outputs=wrong))
@@ -396,7 +396,7 @@ def test_a_grammar_that_is_wrong_is_refused_over_http_with_its_place(llm: LLM, g
     assert answer.status_code == 400 and error["param"] == "structured_outputs" and reason in error["message"]
 
 
-# ---- random forms --------------------------------------------------------------------------------------------------
+# ---- random constraints ----------------------------------------------------------------------------------------------
 
 
 def test_random_answers_of_random_forms_are_valid() -> None:

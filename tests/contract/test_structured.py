@@ -1,4 +1,4 @@
-"""Engines with constrained decoding: every answer that ends has its form, and the other requests do not notice."""
+"""Structured output: every finished answer satisfies its constraint, and other requests are not affected."""
 
 from __future__ import annotations
 
