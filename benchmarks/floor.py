@@ -20,7 +20,7 @@ from stage_a_naive.floor import ModelBytes
 
 
 class Ceilings(TypedDict):
-    """What a device was measured to do at best, as it is in every results file of a GPU."""
+    """A device's measured ceilings, as every results file of a GPU has them."""
 
     copy_bytes_per_s: float  # read and written together
     matmul_operations_per_s: float  # a multiply-add counts as two
@@ -67,7 +67,7 @@ class ModelCost(ModelBytes):
 
 
 def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str, float]:
-    """The best possible value of those of a workload's figures that have a floor, by the figure's name."""
+    """Return the best possible values of a workload's figures that have a floor, by name."""
     calls = {call.tag: call for call in workload.rounds[0]}
     if workload.name == "ttft":
         return {f"ttft_{tag}_ms": 1e3 * cost.prefill(call).seconds(ceilings) for tag, call in calls.items()}
