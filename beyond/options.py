@@ -1,8 +1,8 @@
 """All options of `beyond`'s engine, which of them cannot be combined, and all of them on the command line.
 
 What an option means is said in its package: `quantization/options.py`, `speculation/options.py`, `windows/options.py`
-and `scale_out/options.py`. They are one flat set of names. Nearly all of them combine, because each chooses a part of the
-engine of its own; where two do not, `REFUSED` says so and what to do instead. (It is here and not beside the parts,
+and `scale_out/options.py`. They are one flat set of names. Nearly all of them combine, because each chooses a part of
+the engine of its own; where two do not, `REFUSED` says so and what to do instead. (It is here and not beside the parts,
 because the command line asks before anything slow is imported.)
 """
 

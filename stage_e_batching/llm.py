@@ -25,7 +25,7 @@ from stage_a_naive.entrypoints.frontend import Frontend, Prompts
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
-from stage_d_paged.scoring import check_can_score, score_prompts
+from stage_d_paged.scoring import check_can_score
 from stage_e_batching.calls import Calls, Event
 from stage_e_batching.engine import Engine
 from stage_e_batching.options import BatchingOptions
@@ -33,6 +33,7 @@ from stage_e_batching.rates import Rates
 from stage_e_batching.runner import ModelRunner
 from stage_e_batching.sampler import Constraints, Sampler
 from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.scoring import score_prompts
 from stage_e_batching.stepping import Stepping
 from stage_e_batching.trace import Trace
 
@@ -183,13 +184,11 @@ class LLM(Frontend):
 
     def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
         mailbox = self.calls.new_mailbox()
-        while True:
-            with self.calls.lock:  # between two steps
-                blocks = self.engine.scheduler.block_manager
-                scores = score_prompts([prompt_token_ids], count, self.runner.model, self.kv_cache, blocks)
-            if scores is not None:
-                return scores[0]
-            self.calls.advance(mailbox)  # requests of other calls hold the blocks
+        with closing(score_prompts([prompt_token_ids], count, self.calls)) as scoring:
+            while (scores := next(scoring)) is None:
+                if self.calls.has_unfinished():  # requests of other calls
+                    self.calls.advance(mailbox)
+        return scores[0]
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         outputs: dict[int, GenerationOutput] = {}

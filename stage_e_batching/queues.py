@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.sequence import Sequence
 from stage_e_batching.step import BatchSequence, State
 
 by_arrival = attrgetter("request_id")
@@ -85,6 +86,7 @@ class Queues:
         # Waiting sequences that did not fit, and nothing has come free since. A step that would consider only these
         # considers none.
         self._refused: set[BatchSequence] = set()
+        self._scored: set[Sequence] = set()  # in no queue, and hold blocks
 
     @property
     def capacity(self) -> int:
@@ -153,6 +155,8 @@ class Queues:
         The contents of the blocks are unknown then, and an interrupt may have come between any two lines, so the
         bookkeeping is not repaired but started again. Steps scheduled before are invalid. May be called twice.
         """
+        for scored in self._scored:
+            scored.block_table, scored.num_computed_tokens = [], 0
         self._start_empty()
         for sequence in self.unfinished:
             sequence.highest_computed = max(sequence.highest_computed, sequence.num_computed_tokens)
@@ -164,7 +168,7 @@ class Queues:
     def check_idle(self) -> None:
         """Check that every block is free when nothing runs or waits, so that a leak is found where it happened."""
         used = self.block_manager.num_used
-        if used:
+        if used and not self._scored:
             raise RuntimeError(f"the engine is idle but {used} blocks of KV cache are in use")
 
     def note_room(self, batch_slot: int = -1) -> None:

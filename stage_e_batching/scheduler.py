@@ -36,6 +36,7 @@ import time
 from bisect import bisect_left, insort
 
 from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.sequence import Sequence
 from stage_e_batching.queues import LOOKAHEAD, MAX_OVERTAKES, FirstCome, Order, Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
 
@@ -254,3 +255,22 @@ class Scheduler(Queues):
             return 0
         num_tokens = WATERMARK * (self.num_running + 1) << sequence.num_preemptions
         return min(self.block_manager.blocks_for(num_tokens), self.block_manager.num_blocks)
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give blocks to a prompt that is scored: it is in no queue, and keeps them until `free`.
+
+        As at an admission, those that run must still be able to grow. Returns False, and changes nothing, if too few
+        blocks are free.
+        """
+        self._scored.add(sequence)
+        watermark = self.block_manager.blocks_for(WATERMARK * self.num_running)
+        if self.block_manager.allocate(sequence, num_tokens, watermark):
+            return True
+        self._scored.discard(sequence)
+        return False
+
+    def free(self, sequence: Sequence) -> None:
+        """Take the blocks of a scored prompt back."""
+        self.block_manager.free(sequence)
+        self._scored.discard(sequence)
+        self.note_room()

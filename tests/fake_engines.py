@@ -352,7 +352,9 @@ class GuessingWindowRunner(WindowRunner):
     known_tokens = DraftRunner.known_tokens
 
 
-def windowed(options: dict[str, object], window: int, spare: int, guesses: int = 0) -> Callable[..., HybridBlockManager]:
+def windowed(
+    options: dict[str, object], window: int, spare: int, guesses: int = 0
+) -> Callable[..., HybridBlockManager]:
     """What makes the block manager of two pools, the windowed one as small as may be, or `spare` blocks larger."""
     blocks, size, tokens = options["num_blocks"], options["block_size"], options["max_num_batched_tokens"]
     limits = Limits(window, 4096, options["max_num_seqs"], tokens, guesses)
@@ -363,7 +365,12 @@ def windowed(options: dict[str, object], window: int, spare: int, guesses: int =
 
 
 def make_windowed(
-    *, window: int, spare: int, late: bool = True, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096,
+    *,
+    window: int,
+    spare: int,
+    late: bool = True,
+    fail_at: frozenset[int] = frozenset(),
+    max_model_len: int = 4096,
     **options: object,
 ) -> Calls:
     scheduler = Scheduler(block_manager_class=windowed(options, window, spare), **options)
@@ -371,7 +378,12 @@ def make_windowed(
 
 
 def make_guessing_windowed(
-    *, drafter: object, window: int, spare: int, fail_at: frozenset[int] = frozenset(), max_model_len: int = 4096,
+    *,
+    drafter: object,
+    window: int,
+    spare: int,
+    fail_at: frozenset[int] = frozenset(),
+    max_model_len: int = 4096,
     **options: object,
 ) -> Calls:
     max_rows = min(options["max_num_seqs"] * 7, options["max_num_batched_tokens"])

@@ -9,8 +9,8 @@ import sys
 import pytest
 from serving import QUESTION, engine, httpx, messages, running
 
-from beyond.serving.scoring import score_prompts
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_e_batching.scoring import score_prompts
 
 llm = engine(max_num_seqs=8, num_kvcache_blocks=256)
 
@@ -83,7 +83,7 @@ def test_lm_evaluation_harness_prefers_the_answer_that_the_model_prefers(server,
     found = model.loglikelihood(asked, disable_tqdm=True)
     for (context, answer), (value, is_greedy) in zip(CONTINUATIONS, found, strict=True):
         ids, start = llm.tokenizer.encode(context + answer), len(llm.tokenizer.encode(context))
-        [scores] = score_prompts([ids], 1, llm.calls)
+        [scores] = next(filter(None, score_prompts([ids], 1, llm.calls)))
         expected = [one[i] for i, one in zip(ids[start:], scores[start:], strict=True)]
         assert value == pytest.approx(sum(expected), abs=1e-3)
         assert is_greedy == all(next(iter(one)) == i for i, one in zip(ids[start:], scores[start:], strict=True))

@@ -1,4 +1,4 @@
-"""A pool for each kind of layer: what is given back, what is promised, what the prefix cache finds, and the same tokens."""
+"""A pool for each kind of layer: what is given back and promised, what the prefix cache finds, and the same tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract.engines import NOTHING, PROMPTS, ask, held, one_by_one, record
-from fake_engines import make_windowed
+from fake_engines import HashDrafter, make_guessing_windowed, make_windowed
 from fake_model import check_books, completion_of, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,6 +142,34 @@ def test_a_request_waits_for_room_for_its_window_and_a_prompt_of_a_whole_step_al
         most = max(most, calls.engine.scheduler.num_running)
     assert most == 3, "as many windows as there is room for"
     assert calls.engine.counters.num_preemptions == 0 and calls.engine.runner.most_used > 20
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("window", "size", "most"), [(8, 4, 4), (6, 4, 3), (1, 4, 2), (7, 1, 7), (3, 16, 3)])
+def test_in_decode_a_sequence_holds_its_window_and_at_most_two_blocks_more(window: int, size: int, most: int) -> None:
+    calls = make_windowed(
+        window=window, spare=0, block_size=size, num_blocks=100, max_num_seqs=1, max_num_batched_tokens=1
+    )
+    calls.add_request(make_request(0, [5], 60, ignore_eos=True), streams=False)
+    while calls.has_unfinished():
+        calls.step()
+        check_books(calls)
+    assert calls.engine.runner.most_used == most <= calls.engine.scheduler.block_manager.windows._most
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("errors", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 5, 16])
+def test_guesses_take_no_more_windowed_blocks_than_are_promised(size: int, errors: float) -> None:
+    options = {"block_size": size, "num_blocks": 200, "max_num_seqs": 1, "max_num_batched_tokens": 7}
+    for seed in range(5):
+        drafter = HashDrafter(seed, errors, 6)
+        calls = make_guessing_windowed(drafter=drafter, window=4, spare=0, **options)
+        calls.add_request(make_request(0, [5], 120, ignore_eos=True), streams=False)
+        while calls.has_unfinished():
+            calls.step()
+            check_books(calls)
+        assert calls.engine.runner.most_used <= calls.engine.scheduler.block_manager.windows._most
 
 
 @pytest.mark.fast
@@ -291,9 +319,12 @@ def test_what_two_pools_do_not_combine_with_is_refused_with_advice(options: dict
 
 
 def test_prompts_cannot_be_scored_in_two_pools() -> None:
-    with closing(beyond.LLM(MODEL, device="cpu", hybrid_kv_cache=True, **TIGHT)) as llm:
-        with pytest.raises(ValueError, match="hybrid_kv_cache=True cannot score prompts; use hybrid_kv_cache=False"):
-            ask(llm, [PROMPTS[0]], SamplingParams(prompt_logprobs=1))
+    message = "hybrid_kv_cache=True cannot score prompts; use hybrid_kv_cache=False"
+    with (
+        closing(beyond.LLM(MODEL, device="cpu", hybrid_kv_cache=True, **TIGHT)) as llm,
+        pytest.raises(ValueError, match=message),
+    ):
+        ask(llm, [PROMPTS[0]], SamplingParams(prompt_logprobs=1))
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class WindowBlocks:
             del self._seen[sequence], self._promised[sequence]
 
     def _give_back(self, full_blocks: list[int]) -> None:
-        for full_block in reversed(full_blocks):
+        for full_block in full_blocks:  # what is farthest back is handed out first
             block = int(self.of_block[full_block])
             self._users[block] -= 1
             if not self._users[block]:

@@ -13,6 +13,7 @@ from beyond.windows.pools import HybridKVCache, HybridPool, Limits
 from beyond.windows.tables import HybridBatch, use_own_tables
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime
+from stage_e_batching.runner import ModelRunner
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.runner import StepRunner
 
@@ -65,10 +66,10 @@ def hybrid_batch(options: Options, batch: Callable[..., InputBatch] = InputBatch
     return cast("Callable[..., InputBatch]", lambda *limits: HybridBatch(batch(*limits)))
 
 
-def block_manager_of(runner: StepRunner) -> partial[HybridBlockManager] | None:
+def block_manager_of(runner: StepRunner | ModelRunner) -> partial[HybridBlockManager] | None:
     """Return what makes the block manager of a runner with two pools, and tell the runner's inputs; None for one."""
     if not isinstance(runner.kv_cache, HybridKVCache):
         return None
     windows = WindowBlocks(runner.kv_cache)
-    cast("HybridBatch", runner.batch).windows = windows
+    cast("HybridBatch", cast("StepRunner", runner).batch).windows = windows
     return partial(HybridBlockManager, windows)

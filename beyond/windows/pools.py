@@ -48,7 +48,7 @@ class Limits:
 
         The window's own, one that it has begun to leave, and one that is being filled, or more for guesses.
         """
-        return -(-(self.window + 3 * self.num_guesses) // block_size) + 2
+        return -(-(self.window + 4 * self.num_guesses) // block_size) + 2
 
     def of_a_step(self, block_size: int) -> int:
         """Count the blocks of the prompt tokens of a step, which are given back after it."""

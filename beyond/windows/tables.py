@@ -1,4 +1,4 @@
-"""A step's block tables for both kinds of layers: side by side on their way to the device, apart when a layer reads them.
+"""A step's block tables for both kinds of layers: side by side on their way to the device, apart in the layers.
 
     on the host      [ 7 2 9 4 | - - 3 1 ]     a row of the step's input: its blocks, and the windowed block of each
     on the device    a full layer is told 7 2 9 4, a windowed one - - 3 1, and in which slots its new tokens go there

@@ -96,7 +96,14 @@ def record(llm: NaiveLLM) -> None:
 
 ALONE = ("one process", "exact")  # most rows
 # What these add to the other rows has tests of its own.
-VARIANTS = {"f, recorded", "f, no overlap", "guesses, recorded", "guesses, no overlap", "guesses of a model"}
+VARIANTS = {
+    "f, recorded",
+    "f, no overlap",
+    "guesses, recorded",
+    "guesses, no overlap",
+    "guesses of a model",
+    "two pools",
+}
 SLOW = {"c", "8 bits"} | VARIANTS
 ENGINES = [
     row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
@@ -139,6 +146,7 @@ ENGINES = [
         speculation="model",
         draft_model=MODEL,
     ),
+    row("two pools", "beyond", BATCHING, "structured", *ALONE, "penalty rows", hybrid_kv_cache=True),
     row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
     row("two stages", "beyond", BATCHING, "structured", "exact", "penalty rows", pipeline_parallel_size=2),
 ]
