@@ -110,23 +110,14 @@ class LLM(Frontend):
         return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
 
     def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
-<<<<<<< HEAD
-        while True:
-            blocks = self.block_manager
-            scores = score_prompts([prompt_token_ids], count, self.runtime.model, self.kv_cache, blocks)
-            if scores is not None:
-                return scores[0]
-            self.engine.step()  # requests from `add_request` hold the blocks
-=======
         scoring = Scoring([prompt_token_ids], count, self.runtime.model, self.kv_cache)
         try:
             while not scoring.is_done:
                 if not scoring.step(self.block_manager):
-                    self.engine.step()  # requests that were added hold the blocks
+                    self.engine.step()  # requests from `add_request` hold the blocks
         finally:
             scoring.end(self.block_manager)
         return scoring.scores[0]
->>>>>>> server
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
         # The last generated token takes no slot, because no later token reads its K and V. A request that would outgrow

@@ -3,20 +3,12 @@
     "The capital of France is" + " Paris"     log-probability of each token after those before it: -0.2
     "The capital of France is" + " Rome"      …                                                   -7.1
 
-<<<<<<< HEAD
 A multiple-choice question needs no sampling: the likeliest answer is the model's answer. All these log-probabilities
 come from one prefill, because each final state gives the scores of the next token. The engine's normal prefill keeps
 only the last final state of each prompt, and a token from the prefix cache has keys and values but no final state. So
-prompts are scored in a separate prefill, between two steps of the engine. It takes free blocks of the pool, shares none
-with the prefix cache, and gives them back. A prompt that is also continued runs twice.
-=======
-A question with given answers needs no sampling: the likeliest answer is the model's. All these log-probabilities come
-out of one prefill, whose every final state has the scores of the next token. An engine's own prefill throws all final
-states away but the last one of each prompt, and a token found in the prefix cache has keys and values, but no final
-state at all. So prompts are scored in prefills of their own, in chunks between the engine's steps. A prompt takes free
-blocks of the pool, shares none with the prefix cache, keeps them from chunk to chunk, and gives them back at its end. A
-prompt that is also continued runs twice.
->>>>>>> server
+prompts are scored in separate prefills, in chunks between the engine's steps. A prompt takes free blocks of the pool,
+shares none with the prefix cache, keeps them from chunk to chunk, and gives them back when it is scored. A prompt that
+is also continued runs twice.
 """
 
 from __future__ import annotations
@@ -34,14 +26,9 @@ from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.sequence import Sequence
 
-<<<<<<< HEAD
-MOST_TOKENS = 2048  # in one prefill; other requests wait that long
+MOST_TOKENS = 512  # in one chunk; other requests wait that long
 WHOLE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "hybrid_kv_cache": False}  # of these options
 NO_BLOCK = (-1, b"")  # a key that matches no block of the prefix cache
-=======
-MOST_TOKENS = 512  # in one chunk: what runs beside it waits that long
-NO_BLOCK = (-1, b"")  # a key that no block of the prefix cache has
->>>>>>> server
 
 
 def check_can_score(options: Any) -> None:
@@ -51,22 +38,6 @@ def check_can_score(options: Any) -> None:
             raise ValueError(f"prompt_logprobs: an engine with {name}={value} cannot score prompts; use {name}={whole}")
 
 
-<<<<<<< HEAD
-@torch.inference_mode()
-def score_prompts(
-    prompts: list[list[int]], count: int, model: DecoderModel, kv_cache: KVCache, blocks: BlockManager
-) -> list[PromptLogprobs] | None:
-    """Score prompts together, or a single prompt that may be longer than one prefill.
-
-    Args:
-        prompts: their token ids.
-        count: number of likeliest tokens to return at every position.
-        blocks: the block manager of the KV cache.
-
-    Returns:
-        for each prompt, the log-probabilities at each position, None at the first; or None if there are not enough free
-        blocks now.
-=======
 class Pool(Protocol):
     """Gives blocks to the prompts that are scored: a block manager, or a scheduler whose sequences need blocks too."""
 
@@ -84,12 +55,11 @@ class Scoring:
 
     Args:
         prompts: their token ids.
-        count: how many of the likeliest tokens are told at every position.
+        count: number of likeliest tokens to return at every position.
         model, kv_cache: the engine's.
 
     Attributes:
-        scores: of the prompts that are done, in order: the log-probabilities at each position, None at the first.
->>>>>>> server
+        scores: one entry per finished prompt, in order: the log-probabilities at each position, None at the first.
     """
 
     def __init__(self, prompts: list[list[int]], count: int, model: DecoderModel, kv_cache: KVCache) -> None:
@@ -99,13 +69,13 @@ class Scoring:
 
     @property
     def is_done(self) -> bool:
-        """Tell whether all prompts have their scores."""
+        """True when all prompts are scored."""
         return not self._left
 
     def step(self, pool: Pool) -> bool:
-        """Run one chunk, of one prompt or of several short ones; False if too few blocks are free for any.
+        """Run one chunk of one prompt, or of several short ones; False if too few blocks are free for any.
 
-        A prompt whose blocks were taken away, because the engine began again with an empty pool, begins again too.
+        A prompt starts again if its blocks were taken away because the engine started again with an empty pool.
         """
         chunks: list[Chunk] = []
         room = MOST_TOKENS
@@ -130,7 +100,7 @@ class Scoring:
         return True
 
     def end(self, pool: Pool) -> None:
-        """Give the blocks back of prompts that are not done."""
+        """Free the blocks of prompts that are not finished."""
         for sequence, _ in self._left:
             pool.free(sequence)
 
@@ -146,31 +116,6 @@ class Scoring:
 
 
 def _sequence(prompt: list[int]) -> Sequence:
-    no_tokenizer = cast("Any", None)  # no text is made
+    no_tokenizer = cast("Any", None)  # it makes no text
     request = Request(0, prompt, SamplingParams(), seed=0)
     return Sequence(Completion(request, no_tokenizer, frozenset(), len(prompt), True), block_keys=[NO_BLOCK])
-<<<<<<< HEAD
-
-
-def _score(sequences: list[Sequence], count: int, model: DecoderModel, kv_cache: KVCache) -> list[PromptLogprobs]:
-    if len(sequences) == 1:  # it may be longer than a prefill
-        length = len(sequences[0])
-        steps = [[Chunk(sequences[0], at, min(MOST_TOKENS, length - at))] for at in range(0, length, MOST_TOKENS)]
-    else:
-        steps = [[Chunk(sequence, 0, len(sequence)) for sequence in sequences]]
-    rows = [row for step in steps for row in _step(step, count, model, kv_cache)]  # one for every token
-    scored: list[PromptLogprobs] = []
-    for sequence in sequences:
-        scored.append([None, *rows[: len(sequence) - 1]])  # a row has the scores of the next token
-        del rows[: len(sequence)]
-    return scored
-
-
-def _step(chunks: list[Chunk], count: int, model: DecoderModel, kv_cache: KVCache) -> list[dict[int, float]]:
-    """Run chunks of prompts; return the log-probabilities of the next token for every row."""
-    batch = flat_batch(chunks, kv_cache.block_size, kv_cache.tensor.device)
-    hidden = model(batch.input_ids, batch.positions, kv_cache, batch.metadata)  # [tokens, hidden]
-    behind = [i for s, start, n in chunks for i in [*s.token_ids, 0][start + 1 : start + n + 1]]  # 0: after the last
-    return score_tokens(behind, count, hidden, model.compute_logits)
-=======
->>>>>>> server
