@@ -85,7 +85,7 @@ class DraftRunner(FakeRunner):
         return [*sequence.token_ids, *sequence.draft][start:end]
 
     def check_table(self, table: list[int], blocks: list[int]) -> None:
-        assert table[: len(blocks)] == blocks  # behind them may be some that were given back
+        assert table[: len(blocks)] == blocks  # the rest may have been freed
 
 
 def make_guessing(
@@ -134,7 +134,7 @@ class HashModel:
 
 
 class HashRunner:
-    """The real runner on the fake model. Of the steps that fail, those of even number fail when they are waited for."""
+    """The real runner on the fake model. Failing steps with an even number fail when they are waited for."""
 
     def __init__(self, scheduler: Scheduler, max_rows: int, guess: object, fail_at: frozenset[int]) -> None:
         block_size = scheduler.block_manager.block_size

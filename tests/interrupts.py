@@ -1,4 +1,4 @@
-"""Exceptions at a chosen moment: for tests of what an interrupted step leaves behind."""
+"""Raise exceptions at a chosen moment, to test what an interrupted step leaves behind."""
 
 from __future__ import annotations
 

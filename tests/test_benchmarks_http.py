@@ -1,4 +1,4 @@
-"""The studies of the server: their loads are answered in full, and their tables and figures say what was measured."""
+"""The studies of the server: loads are answered in full; tables and figures show the measurements."""
 
 from __future__ import annotations
 

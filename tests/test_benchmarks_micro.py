@@ -1,4 +1,4 @@
-"""The kernel studies: found by being there, they count what they say, and their tables say what their files say."""
+"""The kernel studies: they are found automatically, count correctly, and their tables agree with their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both editions of a page, `X.md` and `X.zh-CN.md`, say the same: what one has and the other lacks is named."""
+"""Both editions of a page, `X.md` and `X.zh-CN.md`, have the same parts; the test names any difference."""
 
 from __future__ import annotations
 

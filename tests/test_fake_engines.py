@@ -120,7 +120,7 @@ SMALL = {"num_blocks": 14, "block_size": 2, "max_num_seqs": 4, "max_num_batched_
 
 def small_engine(make: Make) -> Calls:
     calls = make(**SMALL)
-    calls.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    calls.engine.scheduler.watermark = lambda sequence: 0  # every request that fits is admitted, and preempted again
     return calls
 
 

@@ -1,4 +1,4 @@
-"""The program behind `make real-model`, without its downloads."""
+"""The program of `make real-model`, without its downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make site`: what is gathered holds together."""
+"""`make site`: the gathered pages are consistent."""
 
 from __future__ import annotations
 

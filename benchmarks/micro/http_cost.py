@@ -2,9 +2,9 @@
 
 All four run on the same kind of engine with as many batch slots as answers, on prompts that differ in every repeat,
 and take turns. `generate` makes the text once, at the end; `stream` makes it token by token, as a server must; a server
-also sends one event per token. The first server has the engine in a thread of its own process (`one_process.py`), the
-second in another process. Several processes read the streams, so that reading does not limit what is measured; they
-connect before the clock starts, as clients that ask again and again do.
+also sends one event per token. The first server runs the engine in a thread (`one_process.py`), the second in another
+process. Several processes read the streams, so that reading does not limit what is measured; they connect before the
+clock starts, as clients that ask again and again do.
 
 There are 64 requests at once; `streams=1` measures a single one. With `rounds=8` there are 8 times as many requests,
 and a stream asks for the next one as soon as it has been answered. The answers differ in their length, so that new
@@ -173,7 +173,7 @@ async def read_stream(url: str, waiting: Iterator[dict], begin: float) -> list[A
 
 
 def shares_of(result: dict) -> dict[str, list[float]]:
-    """Of each way, what it has of `generate`'s rate in every repeat."""
+    """Return each way's share of `generate`'s rate, in every repeat."""
     rates = {row["way"]: row["tokens_per_s"] for row in result["rows"]}
     return {way: [a / b for a, b in zip(own, rates["generate"], strict=True)] for way, own in rates.items()}
 

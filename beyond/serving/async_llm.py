@@ -206,7 +206,7 @@ class AsyncLLM:
         scored: list[PromptLogprobs] = []
         try:
             for group in groups(prompts):
-                function: Callable[[Calls], Any] = partial(score_prompts, group, count)
+                function = cast("Callable[[Calls], Any]", partial(score_prompts, group, count))
                 async with self._scoring:
                     scored += await self._call(function)
         finally:

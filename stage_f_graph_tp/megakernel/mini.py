@@ -4,8 +4,8 @@ It computes the MLPs of all layers in one launch. A layer is two products, and e
 the product before. Version 1 has a grid barrier before each product. In versions 2 and 3 every value travels with a
 flag instead, and version 3 loads weights while it waits.
 
-`python -m stage_f_graph_tp.megakernel.mini` compiles and runs the versions on the emulator (`csrc/emulator`), and on a
-GPU of compute capability 9.0 if there is one with nvcc, where it also times a layer. Each version compares its row with
+`python -m stage_f_graph_tp.megakernel.mini` compiles and runs the versions on the emulator (`csrc/emulator`), and with
+nvcc on a GPU of compute capability 9.0, where it also prints the time per layer. Each version compares its row with
 plain C++.
 """
 
