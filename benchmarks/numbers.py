@@ -9,7 +9,7 @@ name is defined in `numbers.toml`:
 In braces is where a measurement is: a file of `results` (several files that end in -1, -2, … are read as one), or the
 marker of a table, and the steps to the value. A step is the key of a value, or it keeps the rows that have it as text,
 or those with `key=value`; a number counts from 0, in a text its figures; `sum` adds up. Of several samples it is the
-median. Around the braces are operators, behind the bar is a Python format, or, for words (`half<!--=c.share--> of it`),
+median. Around the braces are operators, after the bar is a Python format, or, for words (`half<!--=c.share--> of it`),
 a range as `0.45..0.55`: then nothing is written, and a value outside it is refused. A format that ends in ` or –`
 writes a dash until there is a measurement.
 

@@ -14,7 +14,7 @@ A study's module has a text in TOML, a section for each marker of a lesson:
 A longer text is a `.toml` file next to the module: `[tables.NAME]`, `[pictures.NAME]`.
 A table is made of *records*: the rows of a results file, each with the file's own fields and the median of its samples
 as `seconds`, `ms` and `us`. A format holds Python expressions (without `:` and `!`) over a record, `let`'s names and
-the module. Beside Python's own format specifications there are `n` (three digits) and `x` (times). What a record
+the module. Besides Python's format specifications there are `n` (three digits) and `x` (times). What a record
 (`row`) does not have is a dash.
 '''
 

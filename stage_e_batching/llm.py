@@ -39,7 +39,7 @@ from stage_e_batching.trace import Trace
 
 
 class LLM(Frontend):
-    """The model of stage D behind an engine that batches continuously.
+    """The model of stage D with an engine that batches continuously.
 
     Args:
         model: `tutor`, a directory, a hub id, or `random:<preset>`.

@@ -4,7 +4,7 @@ A static batch, as in stage D, runs until its longest answer has ended. It is al
 only as many sequences start as fit at full length, two in 64 blocks. Here sequences join and leave between any two
 steps:
 
-- A waiting sequence joins as soon as there are blocks for its tokens so far. The order is that of arrival.
+- A waiting sequence joins as soon as there are blocks for its tokens so far, in order of arrival.
 - A step runs up to 64 tokens: one for each answer, the rest from prompts, in chunks. With three answers running, a
   prompt of 70 tokens runs 61 of them in one step and 9 in the next.
 - If a sequence needs a block and none is free, the one that joined last is preempted: it gives its blocks back and

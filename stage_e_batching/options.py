@@ -48,7 +48,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         "--no-chunked-prefill",
         dest="enable_chunked_prefill",
         action="store_false",
-        help="keep prompts whole, in steps of their own",
+        help="keep prompts whole, in separate steps",
     )
     group.add_argument(
         "--max-num-penalty-seqs",

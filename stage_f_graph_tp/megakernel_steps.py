@@ -57,7 +57,7 @@ class MegakernelSteps:
         self.kernel, self.most_rows = kernel, min(most_rows(kernel.config), tokens.num_slots)
         self._kv_cache, self._last_tokens = kv_cache, tokens.by_slot
         sizes = list(range(1, self.most_rows + 1))
-        name = "the sampler behind the megakernel"
+        name = "the sampler after the megakernel"
         self._samplers = DecodeGraphs(sizes, table_width, max_model_len, tokens.num_slots, name=name)
         self._logits = kernel.make_logits(self.most_rows)  # used by every step
         # Two per number of rows, used in turn: while a step runs, the host reads the tokens of the previous one.

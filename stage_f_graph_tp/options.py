@@ -16,13 +16,13 @@ from stage_e_batching.options import add_options as add_batching_options
 
 IDEAS = {
     "graphs": "decode steps are CUDA graphs",
-    "prefill_graphs": "steps with prefill are, too",
+    "prefill_graphs": "steps with prefill are CUDA graphs, too",
     "overlap": "the CPU prepares a step while the GPU runs the one before",
     "fused_layers": "kernels that do the work between a layer's matrix products, in steps of many tokens",
-    "skinny_gemm": "matrix products that do it themselves, in steps of few tokens",
+    "skinny_gemm": "matrix products that include this work, in steps of few tokens",
     "megakernel": "a decode step of a few requests is one launch",
-    "pdl": "a kernel is brought in before the one in front of it has ended",
-    "one_shot_all_reduce": "several ranks add up small tensors with a kernel of our own",
+    "pdl": "a kernel starts before the previous one has ended",
+    "one_shot_all_reduce": "several ranks add up small tensors with our own kernel",
 }
 
 

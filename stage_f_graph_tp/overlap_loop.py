@@ -11,7 +11,7 @@ With a graph a step is one call, and still the GPU waits in every step: Python f
               GPU               [ run 1         ][ run 2           ][ run 3           ]
 
 The price: the end of an answer is seen one step late. One step was launched for nothing, and its token is dropped.
-`python -m stage_f_graph_tp.overlap_loop` counts the steps launched ahead. The answers are those of the loop of graphs.
+`python -m stage_f_graph_tp.overlap_loop` counts the steps launched ahead. The answers equal those of the graphs loop.
 On a CPU a thread with a queue stands in for the GPU and its stream; the order is the same, and no time is gained.
 """
 

@@ -99,7 +99,7 @@ def test_two_hosts_give_one_ranks_tokens_and_one_that_disappears_is_an_error_on_
             deadline = time.monotonic() + SECONDS
             left = [rest_of(lines, deadline) for lines in outputs]
             assert "WorkerError: rank 1 of 2 died" in left[0], left[0]
-            assert "error: no sign of life from rank 0's host" in left[1], left[1]
+            assert "error: no reply from rank 0's host" in left[1], left[1]
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):

@@ -16,7 +16,7 @@ PADDING = 256  # ids of a large vocabulary that its tokenizer has not
 
 
 def widened(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with more merges, each of two of its own tokens, up to this many tokens."""
+    """Return the tokenizer with more merges, each of two existing tokens, up to this many tokens."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary, merges = described["model"]["vocab"], described["model"]["merges"]
     parts = sorted(set(vocabulary) - {token["content"] for token in described["added_tokens"]})

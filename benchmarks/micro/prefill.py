@@ -1,7 +1,7 @@
 """Stage F's prefill: time to the first token by length of the prompt, with CUDA graphs and without (GPU).
 
 The prompt is new each time, nothing of it is in a prefix cache, and the clock runs from the call of `generate` to its
-return. Beside it: what one launch costs the CPU when it comes from PyTorch, from Triton, and from a graph.
+return. In addition: what one launch costs the CPU when it comes from PyTorch, from Triton, and from a graph.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
     it also measures
 what activations take, so somewhat fewer sequences fit there. *kernels*: every launch of a CUDA graph reads another copy
 of the weights or another part of the pool, `CYCLE_BYTES` in all, several times the L2 cache. *step*: a CUDA graph of a
-step as the engine runs it, next to the floor of its own bytes. *quality*: every answer of the tutor's FAQ in a forward
-pass behind its question, in the wording that it was trained on and in wordings that it never saw. An answer is exact if
-the best token is its own at every position; KL is the mean over positions of KL(unquantised || quantised), in nats. A
+step as the engine runs it, next to the floor of its bytes. *quality*: every answer of the tutor's FAQ in a forward pass
+after its question, in the wording that it was trained on and in wordings that it never saw. An answer is exact if the
+best token is its own at every position; KL is the mean over positions of KL(unquantised || quantised), in nats. A
 `random:` model has no answers: it reads the same text. *library*: the stored values of torchao, and the quality of the
 transformers model with torchao's layers.
 """

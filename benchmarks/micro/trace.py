@@ -4,7 +4,7 @@
     python -m benchmarks.micro trace part=operators    # stage D on one thread of a CPU
 
 A gap is time in which the hardware that multiplies is idle; `benchmarks/trace.py` says what is recorded. An operator's
-own time leaves out the operators that it calls; what a step takes beside its operators is Python. Recording makes each
+own time leaves out the operators that it calls; the rest of a step's time is Python. Recording makes each
 operator slower, so there shares mean more than microseconds.
 """
 
@@ -106,7 +106,7 @@ KERNELS = {
 def account(recording: Recording) -> dict[str, float]:
     """Microseconds of a step of stage F by part; together they are the whole step.
 
-    A kernel that begins before the one in front has ended (a dependent launch) counts from that end on, because until
+    A kernel that begins before the previous one has ended (a dependent launch) counts from that end on, because until
     then it waits. Products are told apart by their order: QKV, attention, output, gate-up, down, at last the LM head.
     """
     parts = dict.fromkeys(PARTS, 0.0)
@@ -123,7 +123,7 @@ def account(recording: Recording) -> dict[str, float]:
 def between_steps(recording: Recording) -> dict[str, float]:
     """Return the median µs of a step of stage F from its last product to the next step's first layer, by kind of work.
 
-    Steps that follow the recording's first: the GPU is asked for them while it still works on the one in front.
+    Steps that follow the recording's first: the GPU is asked for them while it still works on the previous one.
     """
     spans, parts = recording.spans, _parts(recording.spans)
     inner = [part in ("sampling", "copies") for part in parts]

@@ -1,7 +1,7 @@
 """Drafts without a model: what followed the last time that these few tokens came up.
 
 Answers repeat: names, code, the question's own words, the text that is to be corrected. A dictionary per request leads
-from every n-gram of prompt and answer to the position behind its latest occurrence (prompt lookup decoding, Saxena,
+from every n-gram of prompt and answer to the position after its latest occurrence (prompt lookup decoding, Saxena,
 2023). A step adds one n-gram per request and looks one up, on the CPU, while the GPU runs the step before. The same
 look-up on the device is `TokenTable.guess`.
 """

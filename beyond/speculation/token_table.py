@@ -4,8 +4,8 @@ A step is launched before the host knows how many guesses of the previous step w
 positions of the next step. The device does: it has a table with a row per batch slot, which holds the known tokens and
 then the guesses. For every row of a step,
 
-    before the model    write guesses behind the known tokens: what followed the last time that these tokens came up
-                        position = that of the last known token + the row's number within its sequence
+    before the model    write guesses after the known tokens: the text after the last occurrence of these tokens
+                        position = the last known token's + the row's number within its sequence
                         token = the table's at this position; slot, context length and noise follow from the position
     after the sampler   write each sampled token one position further
                         a row whose token is not the one that the row before it sampled ran on a wrong guess

@@ -154,6 +154,6 @@ def _grammar_check(grammar: str) -> Check:
         accepted = state.try_consume_tokens(spelled)
         if accepted < len(spelled):
             return f"the grammar allows nothing that begins like this: {text.encode()[: accepted + 1][-40:]!r}"
-        return "" if state.is_accepting() else "the grammar wants more behind it"
+        return "" if state.is_accepting() else "the grammar needs more text after it"
 
     return check

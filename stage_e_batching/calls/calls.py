@@ -24,7 +24,7 @@ from stage_e_batching.engine import Engine
 from stage_e_batching.step import BatchSequence, State
 
 INSIDE_STEP = (
-    "the engine was called from inside one of its own steps (by a sampling_fn or a signal handler); "
+    "the engine was called from inside one of its steps (by a sampling_fn or a signal handler); "
     "call it between steps, as the on_text callback of generate does"
 )
 

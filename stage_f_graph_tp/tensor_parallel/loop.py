@@ -10,7 +10,7 @@ the second are added up.
     process 1   x ─► QKV, the others ─────► attention ─► output ─┴─ sum ─► x ─► gate-up ─► SwiGLU ─► down … sum ─► x
 
 A process has the keys and values of its half of the heads. This program prints the bytes of weights per process; the
-answers are those of stage D's loop. (The embedding, which is the LM head, too, is whole in both.)
+answers equal those of stage D's loop. (The embedding, which is the LM head, too, is whole in both.)
 """
 
 from dataclasses import replace

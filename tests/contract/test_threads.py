@@ -49,7 +49,7 @@ def test_a_callback_may_generate_and_a_sampler_is_refused(llm, expected) -> None
 
     assert ask(llm, [PROMPTS[2]], GREEDY, call_again) == [expected[2]]
     assert nested == [expected[3]] * 2
-    says = "called from inside one of its own steps"
+    says = "called from inside one of its steps"
     with sampler(llm, lambda logits, params: ask(llm, [PROMPTS[3]])), pytest.raises(RuntimeError, match=says):
         ask(llm, [PROMPTS[2]])
 

@@ -31,7 +31,7 @@ TOKENS_PER_PROGRAM = 64
 
 
 def choose_prefill_config(element_size: int, head_dim: int) -> PrefillConfig:
-    """Choose the tiles; `element_size` is that of the queries."""
+    """Choose the tiles; `element_size` is the queries'."""
     if head_dim > 128:
         return in_16_bits.choose_prefill_config(element_size, False, 0, head_dim)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles

@@ -59,7 +59,7 @@ def execute_commands(connection: Connection, join: Callable[[], Rendezvous], bui
             while True:
                 messages.put(connection.recv_bytes())
         except TimeoutError:
-            print("error: no sign of life from rank 0's host", file=sys.stderr, flush=True)
+            print("error: no reply from rank 0's host", file=sys.stderr, flush=True)
             os._exit(1)
         except (EOFError, OSError):
             os._exit(0)  # rank 0 has ended: exit now, even in the middle of a collective
