@@ -47,8 +47,12 @@ class ModelCost(ModelBytes):
 
     def decode(self, call: Call) -> Work:
         """All of a call's decode steps, if all its requests run together from the first step on."""
-        num_bytes = max(call.max_tokens) * self.weight_bytes + call.context_tokens_read * self.kv_bytes_per_token
-        attention = call.context_tokens_read * self.attention_operations_per_pair
+        share, window = self.window
+        read = call.context_tokens_read()
+        if share:
+            read = (1 - share) * read + share * call.context_tokens_read(window)
+        num_bytes = max(call.max_tokens) * self.weight_bytes + read * self.kv_bytes_per_token
+        attention = read * self.attention_operations_per_pair
         return Work(num_bytes, 2 * sum(self.matmul_parameters) * call.output_tokens + attention)
 
     def prefill(self, call: Call) -> Work:

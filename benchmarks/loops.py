@@ -32,6 +32,7 @@ PROGRAMS = (
     "beyond/quantization/loop.py",
     "beyond/speculation/loop.py",
     "beyond/structured/loop.py",
+    "beyond/windows/loop.py",
     "beyond/scale_out/loop.py",
     "beyond/serving/loop.py",
 )

@@ -46,10 +46,11 @@ class Call:
         """Decode steps, by an engine that serves one request after another or all of them together."""
         return self.output_tokens if one_at_a_time else max(self.max_tokens)
 
-    @property
-    def context_tokens_read(self) -> int:
-        """KV entries that must be read: each output token looks back at everything before it."""
+    def context_tokens_read(self, window: int = 0) -> int:
+        """KV entries that must be read: each output token looks back at all before it, or at the last `window`."""
         pairs = zip(self.prompts, self.max_tokens, strict=True)
+        if window:
+            return sum(min(len(prompt) + made, window) for prompt, out in pairs for made in range(out))
         return sum(out * len(prompt) + out * (out - 1) // 2 for prompt, out in pairs)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from stage_a_naive.checkpoints.model_config import layer_kinds
 from stage_a_naive.contract.outputs import Metrics, synchronized_time
 from stage_a_naive.entrypoints.language import tr
 
@@ -57,10 +58,10 @@ class ModelBytes:
     def weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads: matrices, norms and biases, but only one row of the embedding."""
         c = self.config
-        small = 2 * c.hidden_size
+        small = (4 if c.model_type == "gemma3_text" else 2) * c.hidden_size
         if c.model_type == "qwen2":  # a bias on Q, K and V
             small += (c.num_attention_heads + 2 * c.num_key_value_heads) * self.head_dim
-        if c.model_type == "qwen3":  # a norm over each head's query and key
+        if c.model_type in ("qwen3", "gemma3_text"):  # a norm over each head's query and key
             small += 2 * self.head_dim
         return self.bytes_per_number * (sum(self.matmul_parameters) + c.num_hidden_layers * small + c.hidden_size)
 
@@ -72,7 +73,18 @@ class ModelBytes:
 
     def step_bytes(self, context: float) -> float:
         """Return the bytes that a decode step reads for one sequence with `context` tokens in its KV cache."""
-        return self.weight_bytes + context * self.kv_bytes_per_token
+        return self.weight_bytes + self.tokens_read(context) * self.kv_bytes_per_token
+
+    @property
+    def window(self) -> tuple[float, int]:
+        """The share of the layers that see only the last tokens, and how many these see."""
+        kinds = layer_kinds(self.config)
+        return kinds.count("sliding_attention") / len(kinds), getattr(self.config, "sliding_window", None) or 0
+
+    def tokens_read(self, context: float) -> float:
+        """Return how many of `context` tokens a step reads, on average over the layers."""
+        share, window = self.window
+        return context - share * max(0, context - window)
 
 
 def against_floor(model: ModelBytes, device: torch.device, metrics: Metrics) -> str:

@@ -139,7 +139,7 @@ def _spread(seconds: Tensor) -> dict[str, float]:
 def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) -> float:
     """What one step must read (weights once, each row's keys and values once), at the speed of a copy."""
     cost = ModelCost(preset_config(model), 2)
-    return (cost.weight_bytes + rows * context * cost.kv_bytes_per_token) / copy_bytes_per_s
+    return (cost.weight_bytes + rows * cost.tokens_read(context) * cost.kv_bytes_per_token) / copy_bytes_per_s
 
 
 def account(result: dict) -> list[Record]:

@@ -49,8 +49,12 @@ MODULES += ("json", "inspect", "logging", "os", "pathlib", "random", "re", "shut
 MODULES += ("subprocess", "tarfile", "threading", "unittest", "zipfile")
 
 
-def measure(part: str = "guesses") -> dict:
-    """One part: guesses, nuclei, quality or forms.
+def measure(part: str = "guesses", texts: int = 20) -> dict:
+    """One part.
+
+    Args:
+        part: guesses, nuclei, quality or forms.
+        texts: of `quality`, an even number; each has 1,024 tokens.
 
     Raises:
         ValueError: there is no such part, or the model has not been built.
@@ -59,8 +63,9 @@ def measure(part: str = "guesses") -> dict:
         raise ValueError(f"real_model has no part {part!r}; there are: {', '.join(PARTS)}")
     if not MODEL.is_dir():
         raise ValueError(f"no {MODEL.relative_to(ROOT)}: `make real-model` builds it")
-    texts = [{"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in texts_of().items()]
-    return {"part": part, "model": MODEL.name} | PARTS[part]() | {"texts": texts}
+    named = [{"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in texts_of().items()]
+    found = rate_quality(texts) if part == "quality" else PARTS[part]()
+    return {"part": part, "model": MODEL.name} | found | {"texts": named}
 
 
 # ---- texts ----------------------------------------------------------------------------------------------------------
@@ -114,6 +119,7 @@ def spread(ids: Sequence[int], count: int, length: int) -> list[list[int]]:
 
 PROMPTS, TOKENS, MOST = 8, 96, 8  # of a kind; tokens of an answer; the longest draft
 LAYERS = (6, 12, 15)  # of 18, that guess
+FIRST_LAYERS = tuple(f"first {count} layers" for count in LAYERS)
 ANSWERS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}}
 
 
@@ -162,7 +168,9 @@ def rows_of(model: object, prompts: list, answers: list, what: dict) -> list[dic
         agreed = [agreements(model, *both, layers) for both in zip(prompts, answers, strict=True)]
         whole = np.mean([own[layers[-1]] for own in agreed])
         assert whole > 0.99, f"all layers give {whole:.2%} of the tokens that the engine gave"
-        runs |= {f"first {count} layers": [run_lengths(own[count]) for own in agreed] for count in LAYERS}
+        runs |= {
+            name: [run_lengths(own[count]) for own in agreed] for name, count in zip(FIRST_LAYERS, LAYERS, strict=True)
+        }
     again = np.mean([is_again(answer, at) for answer in answers for at in range(TOKENS)])
     rows = []
     for name, own in runs.items():
@@ -248,6 +256,12 @@ def by_text(result: dict) -> list[dict]:
     return found
 
 
+def of_layers(result: dict, text: str) -> str:
+    """How many of four guesses of the first layers are right, by how many layers guess."""
+    means = {row["by"]: row["mean"] for row in by_text(result) if (row["text"], row["drafted"]) == (text, 4)}
+    return ", ".join(f"{means[name]:.2f}" for name in FIRST_LAYERS)
+
+
 # ---- nuclei ---------------------------------------------------------------------------------------------------------
 
 LENGTH, NUCLEUS_TEXTS = 1024, 4  # tokens: longer than the model's window
@@ -300,7 +314,7 @@ def sizes(what: dict, runtime: Runtime, texts: list[list[int]]) -> list[dict]:
 
 # ---- quality --------------------------------------------------------------------------------------------------------
 
-QUALITY_TEXTS, EVERY = 20, 4  # half of them pages, half docstrings; each is read, every fourth next token is judged
+EVERY = 4  # half of the texts are pages, half docstrings; each is read, every fourth next token is judged
 KINDS: dict[str, dict[str, object]] = {
     "weights int8": WEIGHTS,
     "weights fp8": {"quantization": "fp8"},
@@ -311,7 +325,7 @@ SUMS = ("positions", "loss", "kl", "equal", "sure", "sure_equal")
 
 
 @torch.inference_mode()
-def rate_quality(count: int = QUALITY_TEXTS) -> dict:
+def rate_quality(count: int) -> dict:
     """Perplexity and equal next tokens of every format, by kind of text."""
     runtimes = {"float32": load(str(MODEL), "cpu", "float32", {})}
     runtimes |= {kind: load(str(MODEL), "cpu", "float32", options) for kind, options in KINDS.items()}
@@ -406,6 +420,7 @@ def count_forced() -> dict:
         grammars, rows = constraints_of(llm.runner.sampler).grammars, []
         for name, form in FORMS.items():
             params = SamplingParams(temperature=0.0, max_tokens=FORM_TOKENS, structured_outputs=form)
+            grammars.compile(params.structured_outputs).result()  # a slow machine needs longer than a request may
             outputs = llm.generate(prompts, params, use_tqdm=False)
             walks = [walk(grammars, params.structured_outputs, output["token_ids"]) for output in outputs]
             allowed = [count for own in walks for count in own]
@@ -431,7 +446,7 @@ def walk(grammars: Grammars, form: StructuredOutputs, token_ids: list[int]) -> l
     return counts
 
 
-PARTS: dict[str, Callable[[], dict]] = {
+PARTS: dict[str, Callable[..., dict]] = {
     "guesses": count_guesses,
     "nuclei": count_nuclei,
     "quality": rate_quality,

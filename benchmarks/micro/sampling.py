@@ -2,7 +2,7 @@
 
 The time of a decode step is (T(129) - T(1)) / 128, with 512 tokens in each prompt. *Flat* logits are those of random
 weights: a nucleus of tens of thousands of tokens. *Peaked* ones, of the same model with its last norm scaled, have a
-nucleus of a few, as those of trained models do. The prefix cache is off.
+nucleus of a few, somewhat fewer than a trained model's (the study `real_model`). The prefix cache is off.
 """
 
 from __future__ import annotations

@@ -193,4 +193,5 @@ def headline(result: dict) -> str:
         max(row["gain"] for row in found if row["batch"] == n) for n in (found[0]["batch"], found[-1]["batch"])
     )
     most, device = found[-1]["batch"], result["environment"]["device"]["name"]
-    return f"Drafts make one request {few:.1f} × as fast, and {most} requests {many:.1f} × ({device})"
+    right = f"{100 * result['rate']:.0f} % of scripted guesses right"
+    return f"{right}: one request {few:.1f} × as fast, {most} requests {many:.1f} × ({device})"

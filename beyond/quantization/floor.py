@@ -50,7 +50,7 @@ class QuantizedBytes:
 
     def step_bytes(self, context: float) -> float:
         """Return what a decode step of one sequence reads when `context` tokens are in its KV cache."""
-        return self.weight_bytes + context * self.kv_bytes_per_token
+        return self.weight_bytes + self.plain.tokens_read(context) * self.kv_bytes_per_token
 
     def _matrix(self, rows: int, columns: int) -> int:
         scales = -(-columns // (self.options.quantization_group_size or columns))  # of each row

@@ -6,8 +6,8 @@ request of 4,096 tokens holds 256 blocks of 18 layers, although its windowed lay
     one pool    256 blocks × 18 layers                       4,608 blocks of one layer
     two pools   256 blocks × 3 layers + 34 blocks × 15       1,278
 
-The memory is divided once, so that requests of `max_model_len` tokens fill both pools together. Shorter requests then
-fill the windowed pool first: a request shorter than the window saves nothing.
+The memory is divided once, when the engine is made. The windowed pool gets what the windows of `max_num_seqs` requests
+take, but no more than half of the memory; or what requests of `max_model_len` tokens need of it that fill both pools.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ class Limits:
         longest = -(-self.max_model_len // block_size)  # blocks of a request of `max_model_len`
         window, step = min(longest, self.held(block_size)), self.of_a_step(block_size)
         memory = num_blocks * (full_layers + windowed_layers)  # in blocks of one layer
-        fitting = (memory - step * windowed_layers) // (longest * full_layers + window * windowed_layers)
-        requests = min(self.max_num_seqs, max(1, fitting))
+        of_all = memory - step * windowed_layers
+        of_half = memory // 2 - step * windowed_layers
+        fitting = of_all // (longest * full_layers + window * windowed_layers), of_half // (window * windowed_layers)
+        requests = min(self.max_num_seqs, max(1, *fitting))
         windowed = min(num_blocks, step + max(self.held(block_size), requests * window))
         if windowed == num_blocks:
             return Division(num_blocks, num_blocks)
