@@ -3,7 +3,7 @@
     make real-model                                        # builds the model: Gemma 3 270M
     python -m benchmarks.micro real_model part=guesses     # or nuclei, quality, forms: counts, nothing is timed
 
-The texts are on every machine: this course's pages and programs, and the documentation strings of Python's standard
+The texts are on every machine: this course's lessons and programs, and the documentation strings of Python's standard
 library; a file of results has their hashes. *guesses*: the model writes on, greedily and as a chat samples, behind
 prompts of four kinds. A guess is right if it is the token that the model took, and those before it are right; so each
 guess can be read off one pass over the finished text. Look-up is the engine's. *First layers* are the model's own,
@@ -73,7 +73,7 @@ def measure(part: str = "guesses", texts: int = 20) -> dict:
 
 @cache
 def texts_of() -> dict[str, str]:
-    """What is read, by name: the course's English pages and programs, and documentation strings."""
+    """What is read, by name: the course's English lessons and programs, and documentation strings."""
     rooms = ("stage_*/**", "beyond/**", "docs")
     pages = sorted(p for room in rooms for p in ROOT.glob(f"{room}/*.md") if not p.name.endswith(".zh-CN.md"))
     files = {"pages": pages, "programs": [ROOT / program for program in PROGRAMS]}
