@@ -112,3 +112,11 @@ def test_context_tokens_read_counts_each_token_before(length, output):
     call = Call("all", (tuple(range(length)),), (output,))
     assert call.context_tokens_read() == sum(length + made for made in range(output))
     assert call.context_tokens_read(8) == sum(min(length + made, 8) for made in range(output))
+
+
+def test_decode_reads_the_last_tokens_alone_in_layers_with_a_window():
+    call = Call("all", ([1] * 1000, [1] * 20), (3, 2))
+    cost = cost_of("gemma-3-270m")
+    contexts = [1000, 1001, 1002, 20, 21]
+    read = sum(3 * context + 15 * min(context, 512) for context in contexts) * cost.kv_bytes_per_token / 18
+    assert cost.decode(call).num_bytes == pytest.approx(3 * cost.weight_bytes + read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -214,6 +215,14 @@ def test_slots_follow_from_tables_and_lengths_and_padding_has_none() -> None:
     )
     tables = torch.tensor([[7, 2, 0], [0, 3, 5], [-1, -1, -1]], dtype=torch.int32)
     assert windowed_slots(metadata, tables, 4).tolist() == [30, 31, 8, 20, -1, -1]
+    one = replace(  # a prompt of two tokens, in a graph of six: padding is past its end, and past its table's
+        metadata,
+        cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32),
+        context_lens=torch.tensor([8], dtype=torch.int32),
+    )
+    one = replace(one, slot_mapping=torch.tensor([1, 1, -1, -1, -1, -1]))
+    table = torch.tensor([[7, 2]], dtype=torch.int32)
+    assert windowed_slots(one, table, 4).tolist() == [10, 11, -1, -1, -1, -1]
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
@@ -243,6 +252,7 @@ def test_two_pools_give_the_tokens_of_transformers(right, options: dict) -> None
     with closing(beyond.LLM(MODEL, device="cpu", hybrid_kv_cache=True, **TIGHT | options)) as llm:
         assert isinstance(llm.kv_cache, HybridKVCache)
         assert llm.kv_cache.num_window_blocks <= llm.kv_cache.num_blocks
+        assert (llm.kv_cache.limits.num_guesses > 0) == ("speculation" in options)
         for _ in range(2):  # the second time with a prefix cache
             assert ask(llm, PROMPTS, LONGER) == right
             assert held(llm) == NOTHING
@@ -275,6 +285,13 @@ def test_a_model_that_has_windows_in_all_layers_needs_no_memory_for_what_it_forg
     with closing(beyond.LLM(model, device="cpu", hybrid_kv_cache=True, **TIGHT)) as llm:
         assert llm.kv_cache.num_blocks * llm.kv_cache.block_size >= 5 * 90, "for the longest requests, all at once"
         assert ask(llm, PROMPTS, LONGER) == right
+
+
+def test_a_step_has_no_more_prompt_tokens_than_a_request_may_have() -> None:
+    options = TIGHT | {"max_num_batched_tokens": 16384, "num_kvcache_blocks": 200}
+    with closing(beyond.LLM(MODEL, device="cpu", hybrid_kv_cache=True, **options)) as llm:
+        assert llm.options.max_num_batched_tokens == llm.engine.scheduler.max_num_batched_tokens == 90
+        assert llm.kv_cache.num_window_blocks < 90, "45 for such a step, and a few windows"
 
 
 @pytest.mark.parametrize("model", ["random:qwen2-tiny", MODEL])
