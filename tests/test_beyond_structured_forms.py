@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from contract.test_structured import PROMPT
 from serving import httpx, running
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from beyond import LLM
 from beyond.structured.answers import make_check, reason_against
@@ -135,6 +137,18 @@ def test_a_model_that_cannot_end_an_answer_says_so(tokenizer, eos_ids: list[int]
 @pytest.mark.parametrize("eos_ids", [[2, -1], [2, 9999]])
 def test_an_end_outside_the_vocabulary_is_left_out(tokenizer, eos_ids: list[int]) -> None:
     assert library_tokens(tokenizer, 4096, eos_ids).eos_tokens == [2]
+
+
+def test_added_tokens_that_merges_make_are_pieces_of_text() -> None:
+    pieces = ["<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "\n", "\n\n", "a\n"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocab, [("\n", "\n"), ("a", "\n")], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["<eos>"])
+    made.add_tokens([AddedToken(text, normalized=False) for text in ("\n", "\n\n")])  # as Gemma's line breaks are
+    tokens = library_tokens(PreTrainedTokenizerFast(tokenizer_object=made), len(vocab), [0])
+    assert tokens.tokenize_str("\n\na") == [vocab["\n\n"], vocab["a"]]
+    assert tokens.tokenize_str("<eos>") != [0]
 
 
 # ---- numbers, patterns and references of schemas -------------------------------------------------------------------

@@ -4,7 +4,8 @@ A tokenizer has two kinds of tokens. Vocabulary tokens are pieces of text. *Adde
 special: a tokenizer writes their single id wherever their text appears. In a constraint, `<|im_end|>` is text that the
 answer should contain. Written as the special token, it would end the answer or vanish from its text. So the library
 gets other names for added tokens, which no constraint contains, and spells their text with ordinary tokens. A grammar
-can still ask for an added token by its number, as in `<[2]>`.
+can still ask for an added token by its number, as in `<[2]>`. An added token that merges make or use, such as Gemma's
+line breaks, is a piece of text like any other.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ def library_tokens(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids:
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     described |= {"padding": None, "truncation": None, "normalizer": _without_normal_forms(described["normalizer"])}
     _keep(described, vocab_size)
+    pieces = _pieces(described["model"].get("merges", ()))
+    marks = [token for token in described["added_tokens"] if token["special"] or token["content"] not in pieces]
+    described["added_tokens"] = marks
     names = {token["content"]: f"{UNUSED}{token['id']}{UNUSED}" for token in described["added_tokens"]}
     for token in described["added_tokens"]:
         token |= {"content": names[token["content"]], "special": True}
@@ -78,9 +82,17 @@ def _keep(described: dict[str, Any], vocab_size: int) -> None:
         return
     kept = {text: i for text, i in model["vocab"].items() if i < vocab_size}
     if "merges" in model and len(kept) < len(model["vocab"]):
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        model["merges"] = [[a, b] for a, b in pairs if {a, b, a + b} <= kept.keys()]
+        model["merges"] = [[a, b] for a, b in _pairs(model["merges"]) if {a, b, a + b} <= kept.keys()]
     model["vocab"] = kept
+
+
+def _pairs(merges: Iterable[Any]) -> list[list[str]]:
+    return [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+
+
+def _pieces(merges: Iterable[Any]) -> set[str]:
+    """Return what merges make, and what they make it of."""
+    return {piece for a, b in _pairs(merges) for piece in (a, b, a + b)}
 
 
 @cache
