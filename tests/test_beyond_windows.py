@@ -301,7 +301,7 @@ def test_without_windows_that_matter_there_is_one_pool(model: str) -> None:
         assert not isinstance(llm.kv_cache, HybridKVCache) and not llm.options.hybrid_kv_cache
 
 
-def test_a_pool_of_one_block_serves_all_layers() -> None:
+def test_pools_of_one_block_hold_a_block_of_tokens() -> None:
     with closing(beyond.LLM(MODEL, device="cpu", hybrid_kv_cache=True, **TIGHT | {"num_kvcache_blocks": 1})) as llm:
         assert len(ask(llm, [[5]], LONGER)[0]) == 2
 

@@ -116,11 +116,9 @@ class HybridPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> Any:
-        """Make the pools; one block alone, in which the memory of a step is measured, is not divided."""
+    ) -> HybridKVCache:
+        """Make the pools, of one block each where one block is all that there is: to measure the memory of a step."""
         shape = block_size, num_kv_heads, head_dim, dtype, device
-        if num_blocks == 1:
-            return self.one_pool(num_layers, 1, *shape)
         num_windowed = sum(self.is_windowed)
         layers = Division(num_layers - num_windowed, num_windowed)
         blocks = self.limits.divide(num_blocks, block_size, *layers)

@@ -32,11 +32,12 @@ class HybridBatch:
         batch: stage F's builder of inputs, or another one's that is called alike.
 
     Attributes:
-        windows: the windowed blocks; None where the pool has one block, for all layers.
+        windows: the windowed blocks; set before the first step.
     """
 
+    windows: WindowBlocks
+
     def __init__(self, batch: InputBatch) -> None:
-        self.windows: WindowBlocks | None = None
         self._batch = batch
         self.block_size, self.max_model_len = batch.block_size, batch.max_model_len
         self.max_blocks = 2 * batch.max_blocks  # columns of the widest table
@@ -54,8 +55,6 @@ class HybridBatch:
         """Write a step's input: see `InputBatch.fill`. What it is the last to see is free from here on."""
         width = out.block_tables.shape[1] // 2
         generated = self._batch.fill(step, out._replace(block_tables=out.block_tables[:, :width]))
-        if self.windows is None:
-            return generated
         tables = out.block_tables[: len(step)]
         # Where there is no windowed block none is read; block 0 is there for kernels that copy whole rows.
         tables[:, width:] = np.maximum(self.windows.of_block[tables[:, :width]], 0)
@@ -84,7 +83,7 @@ class _Tables:
         def choose(layer: nn.Module, arguments: tuple[Any, Any, Any, AttentionMetadata]) -> tuple | None:
             x, rotation, layer_cache, both = arguments
             if layer_cache[0].shape[0] == 1:
-                return None  # one block for all layers, as when the memory of a step is measured
+                return None  # every table leads to its only block, as when the memory of a step is measured
             if both is not self._both or self._apart is None:
                 self._both, self._apart = both, take_apart(both, self._block_size)
             return x, rotation, layer_cache, self._apart[kind]
