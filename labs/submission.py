@@ -70,6 +70,9 @@ def read_answer(exercise: Exercise, work: Path, audited: bool = True) -> Answer 
 
 
 def _read(file: Path, shown: Path, exercise: Exercise, audited: bool) -> Answer | None:
+    link = next((path for path in [file, *file.parents][: len(shown.parts)] if path.is_symlink()), None)
+    if link is not None:
+        raise Unusable(f"{shown}: {link.name} is a link; hand in the file itself")
     if not file.is_file():
         raise Unusable(f"{shown} is not there")
     text = file.read_text(encoding="utf-8", errors="replace")
