@@ -16,7 +16,7 @@ from labs import audit, bodies
 from labs.exercises import Exercise, Lab
 
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
-NOT_STARTED = "not started"
+EDITION = "labs.edition"  # what a student edition adds to given code (`labs.student_repo`)
 OWN = (
     "beyond",
     "models",
@@ -194,7 +194,7 @@ def _given_lines(text: str, exercises: list[Exercise]) -> tuple[list[str], list[
         # The last line of a body in braces holds the closing brace too; one in Python ends with its newline.
         last = _line(text, span.body_end) - (1 if exercise.is_python else 0)
         inside.update(range(_line(text, span.body_start), last + 1))
-    numbered = [(line, i) for i, line in enumerate(text.splitlines(), 1) if i not in inside]
+    numbered = [(line, i) for i, line in enumerate(text.splitlines(), 1) if i not in inside and EDITION not in line]
     return [line.rstrip() for line, _ in numbered], [i for _, i in numbered]
 
 

@@ -20,6 +20,14 @@ def test_every_week_of_the_course_links_to_its_slides() -> None:
     assert [ROOT / "docs" / name for _, name in weeks] == DECKS
 
 
+def test_the_speakers_notes_say_the_hours_of_the_weeks_labs() -> None:
+    rows = re.findall(
+        r"^\| \d \| \[slides\].*\| ([\d.]+) \| [^|]*\|$", (ROOT / "docs/course.md").read_text(), re.MULTILINE
+    )
+    notes = [re.search(r"^<!-- ([\d.]+) hours\b", deck.read_text(), re.MULTILINE) for deck in DECKS]
+    assert [note and note[1] for note in notes] == rows
+
+
 @pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
 def test_slides_fit_an_hour_and_the_screen_and_lead_to_what_is_there(deck: Path) -> None:
     text = deck.read_text(encoding="utf-8")
