@@ -18,7 +18,7 @@ import sys
 import textwrap
 from functools import cache
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from labs import bodies
 from labs.audit import STAGES
@@ -117,10 +117,15 @@ def _closed(files: list[Path]) -> list[Path]:
         files = left
 
 
+def exercises_in(file: PurePath) -> list[Exercise]:
+    """The exercises whose functions are missing from an edition's copy of a file."""
+    return [exercise for exercise in all_exercises() if exercise.path == str(file) and not exercise.slow]
+
+
 def without_answers(file: Path, files: frozenset[Path]) -> bytes:
     """What the edition has of a file."""
     data = (ROOT / file).read_bytes()
-    exercises = [exercise for exercise in all_exercises() if exercise.path == str(file) and not exercise.slow]
+    exercises = exercises_in(file)
     if exercises:
         text = data.decode()
         for exercise in exercises:
@@ -128,7 +133,7 @@ def without_answers(file: Path, files: frozenset[Path]) -> bytes:
         return text.encode()
     if file.suffix == ".md":
         text = _without_targets(data.decode(), missing_targets(files))
-        return _with_links_to(files, file, FENCED.sub(_unless_answer, text)).encode()
+        return _with_links_to(files, file, FENCED.sub(unless_answer, text)).encode()
     if file.suffix == ".ipynb":
         return _notebook(json.loads(data)).encode()
     if file == Path("labs/exercises.toml"):
@@ -206,7 +211,7 @@ def _without_sentences(text: str, named: re.Pattern[str]) -> str:
     return " ".join(sentence for sentence in sentences if not named.search(sentence))
 
 
-def _unless_answer(block: re.Match[str]) -> str:
+def unless_answer(block: re.Match[str]) -> str:
     """A lesson's block of code, or in its place what there is to write."""
     path, name, code = block.groups()
     named = (exercise for exercise in all_exercises() if (exercise.path, exercise.name) == (path, name))
