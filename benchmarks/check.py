@@ -1,4 +1,4 @@
-"""Counts that are no times, against committed bounds: does every stage still save the work that it is there to save?
+"""Check counts (not times) against committed bounds: does every stage still save the work that it should save?
 
     python -m benchmarks.check                    # make bench-check: half a minute on a CPU
     python -m benchmarks.check --stages D E F
@@ -81,7 +81,7 @@ class Operators(TorchDispatchMode):
 
 
 class Copies(TorchFunctionMode):
-    """Counts what copies to the device where that is a GPU: on a CPU some of it is no operator."""
+    """Counts operations that would copy to a GPU; on a CPU some of them are not operators."""
 
     def __init__(self, calls: Calls) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def measure(stage: str) -> dict[str, float]:
     llm = replace(STAGES[stage], options=options).build(MODEL, "cpu", "auto")
     largest = options.get("max_num_seqs", 1)
     try:
-        run(llm, 1, temperature=0)  # what is done once
+        run(llm, 1, temperature=0)  # one-time work
         outputs, calls = run(llm, 400, temperature=0)
         sampled = run(llm, 800, **CHAT)[1] if options else None
     finally:

@@ -36,7 +36,7 @@ class Engine:
     min_gpus: int = 0  # does not work with fewer
 
     def unmet_need(self, num_gpus: int) -> str | None:
-        """Why the engine cannot run on this machine, or None where it can."""
+        """Return why the engine cannot run on this machine, or None if it can."""
         if self.needs_compiler and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
             return "no C++ compiler"
         if num_gpus < self.min_gpus:

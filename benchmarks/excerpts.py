@@ -50,7 +50,7 @@ def cut(source: str, first: str, last: str) -> str:
     Lines of `#pragma` are left out.
 
     Raises:
-        LookupError: there are no such lines.
+        LookupError: the lines do not exist.
     """
     lines = source.splitlines()
     start = next((i for i, line in enumerate(lines) if first in line), len(lines))

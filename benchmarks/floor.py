@@ -20,7 +20,7 @@ from stage_a_naive.floor import ModelBytes
 
 
 class Ceilings(TypedDict):
-    """What a device was measured to do at best, as it is in every results file of a GPU."""
+    """A device's measured ceilings, as every results file of a GPU has them."""
 
     copy_bytes_per_s: float  # read and written together
     matmul_operations_per_s: float  # a multiply-add counts as two
@@ -47,8 +47,12 @@ class ModelCost(ModelBytes):
 
     def decode(self, call: Call) -> Work:
         """All of a call's decode steps, if all its requests run together from the first step on."""
-        num_bytes = max(call.max_tokens) * self.weight_bytes + call.context_tokens_read * self.kv_bytes_per_token
-        attention = call.context_tokens_read * self.attention_operations_per_pair
+        share, window = self.window
+        read = call.context_tokens_read()
+        if share:
+            read = (1 - share) * read + share * call.context_tokens_read(window)
+        num_bytes = max(call.max_tokens) * self.weight_bytes + read * self.kv_bytes_per_token
+        attention = read * self.attention_operations_per_pair
         return Work(num_bytes, 2 * sum(self.matmul_parameters) * call.output_tokens + attention)
 
     def prefill(self, call: Call) -> Work:
@@ -63,7 +67,7 @@ class ModelCost(ModelBytes):
 
 
 def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str, float]:
-    """The best possible value of those of a workload's figures that have a floor, by the figure's name."""
+    """Return the best possible values of a workload's figures that have a floor, by name."""
     calls = {call.tag: call for call in workload.rounds[0]}
     if workload.name == "ttft":
         return {f"ttft_{tag}_ms": 1e3 * cost.prefill(call).seconds(ceilings) for tag, call in calls.items()}

@@ -25,7 +25,7 @@ WHY_APART = dict.fromkeys(("stage-b", "stage-d", "load", "stage-f-alone", "ranks
 
 @dataclass(frozen=True)
 class Group:
-    """Comparable measurements: same size, model, device, dtype and study ("" where it is none)."""
+    """Comparable measurements: same size, model, device, dtype and study ("" if none)."""
 
     size: str
     model: str
@@ -79,11 +79,11 @@ class Group:
         return frozenset(r["engine"] for f in self.files if f["kind"] == "elsewhere" for r in f["rows"])
 
     def values(self, engine: str, workload: str, figure: str) -> list[float]:
-        """Every sample of a figure, in the order in which they were taken; empty where there is none."""
+        """Return every sample of a figure, in the order of measurement; empty if there is none."""
         row = self.rows.get((engine, workload), {})
         if figure == "launches":
             return [row["launches"]["launches"]] if row.get("launches") else []
-        # Start-up and memory are those of the whole row.
+        # Start-up and memory belong to the whole row.
         return row.get(figure) or [sample[figure] for sample in row.get("samples", []) if figure in sample]
 
     @property

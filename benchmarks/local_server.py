@@ -1,4 +1,4 @@
-"""A server of `beyond/serving` in a process of its own, on a free port, for measurements and for figures."""
+"""A server of `beyond/serving` in a separate process, on a free port, for measurements and figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LocalServer(NamedTuple):
 
     def cpu_seconds(self) -> float:
         """CPU time of it and of the processes that it has started and that have not ended."""
-        import psutil  # a server that nobody measures does without
+        import psutil  # only needed to measure a server
 
         server = psutil.Process(self.pid)
         times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
@@ -33,11 +33,11 @@ class LocalServer(NamedTuple):
 def local_server(*options: str, threads: int = 1, module: str = "beyond.serving") -> Iterator[LocalServer]:
     """A server with the options of `python -m beyond.serving`; ended when the block is left.
 
-    Its sampling defaults are not the model's: what is measured is what the requests say.
+    It ignores the model's sampling defaults: the requests alone decide what is measured.
 
     Args:
         threads: of the CPU that the engine computes on.
-        module: the program, where it is another one with the same options.
+        module: another program with the same options.
 
     Raises:
         RuntimeError: it did not start; its own message is on standard error.
@@ -45,7 +45,7 @@ def local_server(*options: str, threads: int = 1, module: str = "beyond.serving"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", module, "--port", "0", "--generation-config", "vllm", *options]
-    command.append("--no-request-log")  # nobody reads its output while it serves
+    command.append("--no-request-log")  # its output is not read while it serves
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = next((line.split()[-1] for line in server.stdout if line.startswith("[serving] API ")), None)

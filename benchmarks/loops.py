@@ -32,6 +32,7 @@ PROGRAMS = (
     "beyond/quantization/loop.py",
     "beyond/speculation/loop.py",
     "beyond/structured/loop.py",
+    "beyond/windows/loop.py",
     "beyond/scale_out/loop.py",
     "beyond/serving/loop.py",
 )
@@ -55,7 +56,7 @@ def result(last_line: str) -> dict[str, str]:
     """What a program's last line says: `what`, `before`, `after`, `elsewhere`.
 
     Raises:
-        ValueError: it is not a line of that form.
+        ValueError: the line has another format.
     """
     found = LAST_LINE.fullmatch(last_line)
     if not found:
@@ -71,7 +72,7 @@ def main() -> int:
     print(row("idea", "lines", "here", "elsewhere"), flush=True)
     for path in (path for path in PROGRAMS if (ROOT / path).exists()):
         command = [sys.executable, "-m", module_name(path), *ARGUMENTS.get(path, [])]
-        # On stderr a program says what it builds, and nothing else. One thread: more would wait for one another.
+        # On stderr a program only reports what it builds. One thread: more would wait for one another.
         environment = os.environ | {"TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment, check=False)
         if done.returncode == NOT_WRITTEN:

@@ -11,9 +11,9 @@ marker of a table, and the steps to the value. A step is the key of a value, or 
 or those with `key=value`; a number counts from 0, in a text its figures; `sum` adds up. Of several samples it is the
 median. Around the braces are operators, behind the bar is a Python format, or, for words (`half<!--=c.share--> of it`),
 a range as `0.45..0.55`: then nothing is written, and a value outside it is refused. A format that ends in ` or –`
-writes a dash as long as there is no measurement.
+writes a dash until there is a measurement.
 
-`[last lines]` has what the programs on one screen print in brackets, by what they count. A definition, a limit and
+`[last lines]` has the bracketed texts that the one-screen programs print, by their count. A definition, a limit and
 a figure from elsewhere is marked `<!--=given-->`.
 """
 
@@ -64,11 +64,11 @@ class Numbers:
         """The value of arithmetic with addresses."""
         arithmetic = ADDRESS.sub(lambda match: repr(self.at(match[1])), expression)
         if not re.fullmatch(r"[-+*/(). \de]+", arithmetic):
-            raise ValueError(f"{expression!r} is no arithmetic with addresses in braces")
+            raise ValueError(f"{expression!r} is not arithmetic with addresses in braces")
         return eval(arithmetic)  # digits and operators alone
 
     def at(self, address: str) -> float:
-        """The median of what is at an address.
+        """Return the median of the values at an address.
 
         Raises:
             LookupError: there is nothing, or rows that are not repeats of one measurement.
@@ -166,10 +166,10 @@ def figures(item: object) -> list[float]:
 
 
 def written(value: float, form: str) -> str | None:
-    """A figure as a sentence has it; None where it is said in words, for values of a range.
+    """Format a figure for a sentence; None if the sentence uses words for a range of values.
 
     Raises:
-        ValueError: it is outside the range, or `form` is no format.
+        ValueError: it is outside the range, or `form` is not a format.
     """
     if not (words := RANGE.fullmatch(form)):
         return format(value, form)

@@ -1,6 +1,6 @@
 """`python -m benchmarks.one_process`: the server of `beyond/serving` with its engine in a thread of the same process.
 
-To measure what the second process of `python -m beyond.serving` is worth. The options are the same.
+It measures the gain of the second process of `python -m beyond.serving`. The options are the same.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def fill(text: str, root: Path) -> str:
     """A lesson with the minutes of its reading and the hours of its lab written.
 
     Raises:
-        KeyError: there is no such lab.
+        KeyError: the lab does not exist.
     """
 
     def hours(match: re.Match[str]) -> str:

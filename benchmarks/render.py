@@ -11,7 +11,7 @@ A study's module has a text in TOML, a section for each marker of a lesson:
     let.floor = "num_bytes / ceilings['copy_bytes_per_s']"
     """
 
-A longer text is a file beside the module, with the ending `.toml`: `[tables.NAME]`, `[pictures.NAME]`.
+A longer text is a `.toml` file next to the module: `[tables.NAME]`, `[pictures.NAME]`.
 A table is made of *records*: the rows of a results file, each with the file's own fields and the median of its samples
 as `seconds`, `ms` and `us`. A format holds Python expressions (without `:` and `!`) over a record, `let`'s names and
 the module. Beside Python's own format specifications there are `n` (three digits) and `x` (times). What a record
@@ -37,7 +37,7 @@ HELPERS = {"number": number, "times": times, "counted": counted, "median": stati
 
 
 def write(form: str, record: Mapping, missing: str = "–") -> str:
-    """A format with its expressions' values; `missing` where one of them names what the record does not have."""
+    """Fill a format's expressions; `missing` replaces those that name a field that the record lacks."""
     found = []
     try:
         for text, expression, spec, _ in string.Formatter().parse(form):
@@ -70,10 +70,10 @@ HELPERS |= {"records": records, "short": lambda model: model.removeprefix("rando
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Which records of which results files something is made of.
+    """The records, and their results files, that a table or picture is made of.
 
     Args:
-        rows: an expression over the file; the records, where they are not its rows.
+        rows: an expression over the file that gives the records, if they are not its rows.
         where: an expression; records for which it is false are left out.
         let: {name: expression}; names for the formats. `at(model=model, way='plain')` is the record with these fields,
             and `every` is all of them.
@@ -131,16 +131,16 @@ class Table(Chosen):
 
     Args:
         corner: head of the first column, which names the lines.
-        line: what a line begins with. Records with the same beginning share a line if there is a `column`.
-        columns, after: {head: format}, before and behind the columns that the records make.
-        column: head of the column that a record makes; `cell` is what is in it; `order` says which, in an expression.
-        section: records that are alike in this are a table of their own, below `heading`.
-        note: what the line below the table says of the measurement, beside machine, versions and commit.
-        below: that line, where it is another one.
-        behind: a sentence between the table and that line.
+        line: the beginning of a line. Records with the same beginning share a line if there is a `column`.
+        columns, after: {head: format}, before and after the columns that the records make.
+        column: head of the column that a record makes; `cell` is its content; `order` sorts the columns.
+        section: records with the same value form a separate table, below `heading`.
+        note: what the line below the table says about the measurement, in addition to machine, versions and commit.
+        below: replaces that line.
+        behind: a sentence between the table and the line below it.
         each: a table for each results file, and not of the newest alone; `files` says which, in an expression.
 
-    A column that has nothing but dashes is left out. Without `line` there is no table, and the bars of a picture or the
+    A column with only dashes is left out. Without `line` there is no table, and the bars of a picture or the
     heading have the figures.
     """
 
@@ -212,7 +212,7 @@ def lines_of(parts: Sequence[Table], results: list[dict]) -> list[str]:
 
 
 def caption(result: dict, *more: str) -> str:
-    """One line below a table: what it was measured with."""
+    """Return the line below a table: how it was measured."""
     where = result["environment"]
     device, versions = where["device"], where["versions"]
     found = [f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn") if versions.get(name)]

@@ -75,7 +75,7 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
 
 
 def refuse(files: Sequence[dict], groups: Sequence[Group]) -> None:
-    """Refuse what is not a table (one commit, clean, three repeats, today's work), and what no code makes again."""
+    """Refuse files that are not one table (one commit, clean, three repeats, today's work) or that no code measures."""
     problems = {tuple(f["file"] for f in group.own): group.problem for group in groups}
     for file in (f for f in files if f["kind"] not in ("engines", "elsewhere")):
         unknown = file["kind"] not in ("soak", *micro.names()) and f"no code measures {file['kind']!r}: a history"

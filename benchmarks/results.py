@@ -1,4 +1,4 @@
-"""Results files: what they hold, and which ones may be shown.
+"""Results files: their contents, and which of them may be shown.
 
 One layout for all of them:
 
@@ -47,7 +47,7 @@ def environment() -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Version of Python and of each package that matters; None where it is not there."""
+    """Return the versions of Python and of each relevant package; None if it is missing."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -80,7 +80,7 @@ def commit_of_tree() -> tuple[str | None, bool | None]:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where it is not there or fails."""
+    """Return a program's output; "" if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -106,10 +106,10 @@ def as_text(payload: dict) -> str:
 
 
 def load(path: Path) -> dict:
-    """A results file that says what it was measured with, and its own name as `file`.
+    """Read a results file, with its name as `file`, and check that it says how it was measured.
 
     Raises:
-        ResultsError: it is not JSON, or what is needed to repeat it is missing.
+        ResultsError: it is not JSON, or lacks what is needed to repeat it.
     """
     try:
         payload = json.loads(path.read_text(encoding="utf-8"))

@@ -34,7 +34,7 @@ from stage_a_naive.entrypoints.interrupts import run_command
 MODELS = {"cpu": "tutor", "gpu": "random:qwen2.5-0.5b", "tiny": "tutor"}
 ROUND_SECONDS = {"cpu": 1.0, "gpu": 3.0, "tiny": 0.0}  # no further round of a workload begins after this long
 CPU_BATCH = 16  # requests that run together at CPU size: fewer than `mixed` has, so that some wait, as on a small GPU
-QUICK_WORKLOADS = ("single", "mixed")  # those of the front page
+QUICK_WORKLOADS = ("single", "mixed")  # of the front page
 SHORTEST_MODEL_LEN = 4096  # the engines' default
 
 
@@ -144,7 +144,7 @@ class Measurement:
         self.config = resolve(self.model).config
         longest = max(workload.longest for workload in self.workloads.values()) + 1
         self.max_model_len = min(self.config.max_position_embeddings, max(SHORTEST_MODEL_LEN, longest))
-        self.found: dict[str, object] = {}  # what is known of the machine
+        self.found: dict[str, object] = {}  # facts about the machine
         self.equal: list[str] = []  # engines that passed the parity gate
         self.rows: dict[tuple[str, str], dict] = {
             (e.name, name): {"engine": e.name, "package": e.package, "options": dict(e.options), "workload": name}
@@ -161,7 +161,7 @@ class Measurement:
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
     def job(self, kind: str, heard: Callable[[dict], None] = lambda found: None, **more: object) -> dict:
-        """Run a job of `worker.py` on this device; `heard` is told what it has found so far."""
+        """Run a job of `worker.py` on this device; `heard` gets its results so far."""
         timeout = 100 + 5 * self.args.max_seconds
         return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype} | more, timeout, heard)
 
@@ -210,7 +210,7 @@ class Measurement:
             self.say(f"    {names[-1]} has answered")
 
     def time_all(self) -> None:
-        """Every repeat of every engine in a process of its own; what there is is written after each of them."""
+        """Run every repeat of every engine in a separate process, and write the results after each."""
         args, start = self.args, time.monotonic()
         runs = [
             (repeat, engine)
@@ -233,13 +233,13 @@ class Measurement:
             write(self.payload(), self.path)
 
     def _keep(self, engine: Engine, repeat: int, names: Sequence[str], found: dict) -> None:
-        """Add what a process found to the engine's rows."""
+        """Add a process's results to the engine's rows."""
         for name in names:
             row, measured = self.rows[engine.name, name], dict(found.get("workloads", {}).get(name) or {})
             if not measured:
                 measured = {"error": found.get("error", "the process did not get to this workload")}
             samples = [{"repeat": repeat, **sample} for sample in measured.pop("samples", [])]
-            for key, value in measured.items():  # the first visit and the launches are those of the first repeat
+            for key, value in measured.items():  # the first visit and the launches come from the first repeat
                 row.setdefault(key, value)
             row.setdefault("samples", []).extend(samples)
             for key in ("startup_seconds", "peak_megabytes"):  # of the whole process

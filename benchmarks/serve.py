@@ -48,7 +48,7 @@ class Answer:
     sent: float = 0.0
     arrivals: list[float] = field(default_factory=list)  # of the events that hold a token
     num_tokens: int = 0  # that the server says it generated
-    error: str = ""  # why there is no answer: a status, or what went wrong
+    error: str = ""  # why there is no answer: a status or an error
 
 
 async def stream_completion(
@@ -198,7 +198,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def read_goal(word: str) -> tuple[str, float]:
-    """`ttft:200` as a name and milliseconds; raises `ValueError` where it is none."""
+    """Parse `ttft:200` into a name and milliseconds; raises `ValueError` for anything else."""
     name, _, most = word.partition(":")
     if name not in ("ttft", "tpot", "e2el"):
         raise ValueError(f"--goodput takes ttft:MS, tpot:MS and e2el:MS, got {word!r}")
@@ -214,7 +214,7 @@ def table(found: dict[str, object]) -> str:
         rows.append(f"{name.upper():28} " + " ".join("           –" if v is None else f"{v:12,.2f}" for v in values))
     if found["late_p99_ms"] > 10:
         late = found["late_p99_ms"]
-        rows += ["", f"This client sent requests up to {late:.0f} ms late (p99): it needs a CPU of its own."]
+        rows += ["", f"This client sent requests up to {late:.0f} ms late (p99): it needs a separate CPU."]
     return "\n".join(rows)
 
 

@@ -82,7 +82,7 @@ TOO_LONG = re.compile(r"would take about .*; the limit was (\d+) s")  # what `me
 
 
 def engine_tables(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """The lines of every table of engines by its marker, but those of the front page."""
+    """Return the lines of every table of engines by marker, except those of the front page."""
     plain, before = [group for group in groups if not group.study], None
     found: dict[str, list[str]] = {}
     for package in STAGE_COLUMNS:
@@ -134,9 +134,9 @@ def own_results(group: Group) -> list[str]:
 
 
 def stage_table(group: Group, package: str, before: str | None) -> list[str]:
-    """The rows of a stage, with those of its variants, and of the stage before, with the range of the samples.
+    """Return the rows of a stage, its variants and the stage before, with the range of the samples.
 
-    Nothing where the stage before was not measured: there is no comparison then.
+    Empty if the stage before was not measured: there is nothing to compare.
     """
     packages = {engine: row["package"] for (engine, _), row in group.rows.items() if "package" in row}
     engines = [
@@ -165,7 +165,7 @@ def table(group: Group, engines: Sequence[str], columns: Sequence[Column], range
 
 
 def launch_cost(group: Group) -> list[str]:
-    """Say what a launch costs on the machine of a group; nothing where it was not measured."""
+    """Say what a launch costs on a group's machine; "" if it was not measured."""
     costs = [file["launch_seconds"] for file in group.own if file.get("launch_seconds")]
     if not costs:
         return []
@@ -224,7 +224,7 @@ def front_table(group: Group, language: str, folder: str = "") -> list[str]:
 
 
 def notes(group: Group, engines: Sequence[str], columns: Sequence[Column], language: str = "en") -> list[str]:
-    """Why there is a dash, what a dagger means, and the first visit where it was much slower than the second."""
+    """Explain dashes and daggers, and note a first visit that was much slower than the second."""
     words, shown, lines = WORDS[language], {column.workload for column in columns}, []
     reasons: dict[tuple[str, str], list[str]] = {}
     too_long: dict[tuple[str, str], list[str]] = {}  # by workload and limit
@@ -253,7 +253,7 @@ def notes(group: Group, engines: Sequence[str], columns: Sequence[Column], langu
 
 
 def caption(group: Group) -> list[str]:
-    """The heading of a group and what it was measured with."""
+    """Return the heading of a group, and how it was measured."""
     where = group.own[-1]["environment"]
     made = f"Commit `{where['commit'][:10]}`, {where['date'][:10]}, torch {where['versions']['torch']}."
     made = f"{made} {group.why_apart}".rstrip()

@@ -23,7 +23,7 @@ def against_floor(figure: str, value: float | None, floor: float | None) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, and the range where there are several."""
+    """Return the median, and the range if there are several values."""
     if not values:
         return "–"
     median = number(statistics.median(values))

@@ -1,4 +1,4 @@
-"""How anything here is timed: calls from the CPU, kernels in a CUDA graph, and what a device can do at best."""
+"""Timing: calls from the CPU, kernels in a CUDA graph, and a device's ceilings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def graph_seconds(launches: Sequence[Work], repeats: int, replays: int = 1, capt
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     """Copy bandwidth (bytes read and written together) and matmul rate, measured, because data sheets promise more.
 
-    Sizes that no cache holds and no launch dominates; the best of several runs, as a disturbed ceiling is no ceiling.
+    The sizes exceed all caches and make launches negligible. The best of several runs counts, because a disturbed run
+    is not the ceiling.
     """
     num_bytes, size = (2**31, 8192) if device.type == "cuda" else (2**27, 1024)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -100,6 +101,6 @@ def launches_per_step(llm: object) -> dict[str, float]:
         kernels = sum(e.device_type == DeviceType.CUDA and not e.name.startswith("Mem") for e in events)
         return kernels, sum(e.device_type == DeviceType.CPU and bool(LAUNCHES.fullmatch(e.name)) for e in events)
 
-    counted(1 + COUNTED_STEPS)  # the profiler's own start, and what is loaded lazily
+    counted(1 + COUNTED_STEPS)  # the profiler's start, and lazy loading
     whole, first = counted(2 + COUNTED_STEPS), counted(2)
     return {name: (a - b) / COUNTED_STEPS for name, a, b in zip(("kernels", "launches"), whole, first, strict=True)}

@@ -136,7 +136,7 @@ def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step
     figure, axes = new_panel(8.4, 0.9 * len(recordings) + 1.1, label, title=title, grid="")
     for lane, r in enumerate(recordings):
         axes.broken_barh([(0, r.whole / scale)], (lane - 0.33, 0.66), facecolor=FAINT, linewidth=0)
-        spans: list[list[float]] = []  # what is nearer than can be seen is one mark
+        spans: list[list[float]] = []  # spans closer than a pixel become one mark
         for span in r.spans:
             if spans and span.start - sum(spans[-1]) < longest / 4000:
                 spans[-1][1] = max(spans[-1][1], span.start + span.length - spans[-1][0])

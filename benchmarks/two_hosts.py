@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, each with an address of its own, joined by a virtual cable.
+"""Two hosts on one machine: network namespaces with separate addresses, joined by a virtual cable.
 
 A process in a namespace sees no other network. What it sends to the other host goes through the cable and is counted
 there by the kernel, and when the cable is pulled, nothing comes any more and nothing is closed: as if a host had lost
@@ -29,13 +29,13 @@ class TwoHosts:
         self.names = names
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen:
-        """Start a process on a host, in a process group of its own."""
+        """Start a process on a host, in a new process group."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *command], cwd=ROOT, start_new_session=True, text=True, **options
         )
 
     def bytes_sent(self, host: int) -> int:
-        """Return what a host has put on the cable so far, TCP's and IP's headers included."""
+        """Return the bytes that a host has sent so far, including TCP and IP headers."""
         command = ["ip", "-n", self.names[host], "-s", "-j", "link", "show", CABLE]
         [link] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         return link["stats64"]["tx"]["bytes"]
@@ -48,7 +48,7 @@ class TwoHosts:
 def missing() -> str | None:
     """Return what this machine lacks for two hosts, or None."""
     if not shutil.which("ip"):
-        return "there is no `ip` (iproute2)"
+        return "`ip` (iproute2) is missing"
     if os.geteuid() != 0:
         return "network namespaces need root"
     probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)

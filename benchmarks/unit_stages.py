@@ -16,11 +16,11 @@ from stage_e_batching.step import ScheduledStep
 
 
 class UnitStages:
-    """Stages that take one unit of time for every step, on a clock of their own. The tokens are made up."""
+    """Stages that take one unit of simulated time per step. The tokens are made up."""
 
     def __init__(self, num_stages: int) -> None:
         self.now = 0.0
-        self.free = [0.0] * num_stages  # when each stage has done what it was given
+        self.free = [0.0] * num_stages  # when each stage has finished its work
         self.spans: list[list[dict[str, Any]]] = [[] for _ in range(num_stages)]
 
     def launch(self, step: ScheduledStep) -> UnitStep:

@@ -30,10 +30,10 @@ PARENT = "BENCH_PARENT"  # environment variable: the end of a pipe that its pare
 
 
 def run_job(job: Mapping[str, object], timeout: float, heard: Callable[[dict], None] = lambda found: None) -> dict:
-    """Do a job in a process of its own, and end it within a limit, whatever happens to it or to this process.
+    """Do a job in a separate process, and end it within a time limit, whatever happens to it or to this process.
 
     Args:
-        heard: is told what the process has found so far, each time that there is more.
+        heard: gets the process's results so far, each time there are more.
 
     Returns:
         What the process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
@@ -52,7 +52,7 @@ def run_job(job: Mapping[str, object], timeout: float, heard: Callable[[dict], N
             ended = f"ended with exit status {status}" if status is not None else "took too long and was stopped"
             how = f"the process {ended}"
         finally:
-            with suppress(ProcessLookupError):  # it leads a group of its own: all that it started ends with it
+            with suppress(ProcessLookupError):  # it leads a process group: everything that it started ends with it
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             os.close(ear)
@@ -65,7 +65,7 @@ def run_job(job: Mapping[str, object], timeout: float, heard: Callable[[dict], N
 
 
 def wait(process: subprocess.Popen, timeout: float, file: Path, heard: Callable[[dict], None]) -> int | None:
-    """Wait for a process and tell what it writes into its file; returns its exit status, None after the time limit."""
+    """Wait for a process and report its file's contents; returns its exit status, None after the time limit."""
     end, seen = time.monotonic() + timeout, 0
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -121,7 +121,7 @@ def time_workloads(job: dict) -> Iterator[dict]:
 
 
 def main(folder: Path) -> None:
-    """Do the job in the folder, and write there what is known so far, each time that there is more."""
+    """Do the job in the folder, and write the results so far there, each time there are more."""
     Thread(target=end_with_parent, daemon=True).start()
     job, file, result = json.loads((folder / "job.json").read_text(encoding="utf-8")), folder / "result.json", {}
     if job["kind"] == "timing":

@@ -6,7 +6,7 @@ is hashed: two results with equal hashes come from equal work.
 
 A workload consists of *rounds* that are alike but use different ids. A round is a list of *calls* of `generate`. Each
 round gives one sample of every figure. The ids never repeat from round to round or from workload to workload, because
-an engine with a prefix cache would rightly skip what it has already seen (only `prefix` is about that).
+an engine with a prefix cache would rightly skip tokens that it has already seen (only `prefix` is about that).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ids = tuple[int, ...]
 class Call:
     """One call of `generate`: requests that arrive together."""
 
-    tag: str  # what the call is for; the figures are computed by it
+    tag: str  # purpose of the call; selects how its figures are computed
     prompts: tuple[Ids, ...]
     max_tokens: tuple[int, ...]  # one a prompt
 
@@ -46,10 +46,11 @@ class Call:
         """Decode steps, by an engine that serves one request after another or all of them together."""
         return self.output_tokens if one_at_a_time else max(self.max_tokens)
 
-    @property
-    def context_tokens_read(self) -> int:
-        """KV entries that must be read: each output token looks back at everything before it."""
+    def context_tokens_read(self, window: int = 0) -> int:
+        """KV entries that must be read: each output token looks back at all before it, or at the last `window`."""
         pairs = zip(self.prompts, self.max_tokens, strict=True)
+        if window:
+            return sum(min(len(prompt) + made, window) for prompt, out in pairs for made in range(out))
         return sum(out * len(prompt) + out * (out - 1) // 2 for prompt, out in pairs)
 
 
@@ -92,7 +93,7 @@ def make_workload(name: str, size: str) -> Workload:
     """One of the workloads by name, in one of `SIZES`.
 
     Raises:
-        ValueError: there is no such workload or size.
+        ValueError: the workload or size does not exist.
     """
     if name not in _MAKERS or size not in SIZES:
         raise ValueError(f"no workload {name!r} of size {size!r}; there are: {', '.join(_MAKERS)}; {', '.join(SIZES)}")

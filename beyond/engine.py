@@ -1,17 +1,18 @@
-"""The engine of all parts.
+"""The engine with all parts.
 
     from beyond import LLM
 
     llm = LLM("Qwen/Qwen2.5-0.5B-Instruct", quantization="int8", kv_cache_dtype="int8", speculation="ngram")
 
-Stage F's engine is composed of parts that are handed to it. Each package here has others, and the options choose:
+Stage F's engine is composed of parts. Each package here has other parts, and the options choose among them:
 
     formats     how weights, keys and values are stored              quantization/parts.py
-    drafts      what guesses tokens, and how guesses are verified    speculation/drafts.py, ahead_drafts.py
+    drafts      what makes guesses, and how they are verified      speculation/drafts.py, ahead_drafts.py
     placement   which layers run on which device                     ranks.py, scale_out/pipeline_ranks.py
     constraints which tokens may come next                           structured/constraints.py
+    pools       how far back each kind of layer keeps its tokens     windows/parts.py
 
-This file alone knows them all. What cannot be combined is in `options.py`.
+Only this file knows all of them. `options.py` lists options that cannot be combined.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from beyond.speculation.token_table import TokenTable
 from beyond.structured.checks import check_structured_outputs
 from beyond.structured.constraints import Constraints, constrained_sampler, constraints_of
 from beyond.structured.grammars import Grammars, WhenCompiled
+from beyond.windows.parts import block_manager_of, divide_pool, fit_options, hybrid_batch
 from stage_a_naive.contract.outputs import Metrics
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.kv_cache import KVCache
@@ -59,16 +61,16 @@ from stage_f_graph_tp.step_input import TokenSource
 class LLM(stage_f.LLM):
     """Stage F's engine with 8-bit formats, speculation and pipeline stages, in any combination but a few.
 
-    In float32, drafts and stages change no token, also where tokens are sampled with a seed. In 16 bits a verification
-    may round scores in another way than a decode step: where the best two tokens are closer than that, the other one
-    may be taken, as also in a batch of another size.
+    In float32, drafts and stages change no token, even if tokens are sampled with a seed. In 16 bits a verification may
+    round scores differently from a decode step: if the best two tokens are closer than that, the other one may win, as
+    in a batch of another size.
 
-    Under `torchrun` every process makes the same `LLM`: rank 0's returns, the others' work for it and end with the
-    process when it closes.
+    Under `torchrun` every process makes the same `LLM`. On rank 0 the call returns; the other processes work for rank 0
+    and exit when it closes.
 
     Args:
-        model, device, dtype, seed: as in stage A; also a directory with an int8 checkpoint.
-        options: those of `Options`, by name.
+        model, device, dtype, seed: as in stage A; `model` may also be a directory with an int8 checkpoint.
+        options: see `Options`; passed by name.
 
     Raises:
         ModelError, TypeError, ValueError, MemoryError, OSError, WorkerError: as in stage F.
@@ -82,11 +84,11 @@ class LLM(stage_f.LLM):
 
     @property
     def model_bytes(self) -> QuantizedBytes:
-        """What a decode step reads."""
+        """The bytes that a decode step reads."""
         return QuantizedBytes(super().model_bytes, self.options)
 
     def memory_line(self, metrics: Metrics) -> str:
-        """Say for a summary how many steps read the weights, and how many guesses were right, since the start."""
+        """Return a summary line: how many steps read the weights, and how many guesses were right, since the start."""
         if self.options.speculation == "off":
             return super().memory_line(metrics)
         found = self.calls.stats()
@@ -97,13 +99,14 @@ class LLM(stage_f.LLM):
         )
 
     def _build(self, seed: int) -> tuple[Runtime, StepRunner]:
-        options = self.options = options_of_checkpoint(self.source, self.options)
+        options = options_of_checkpoint(self.source, self.options)
+        options = self.options = fit_options(options, ModelConfig.from_hf(self.source.config))
         length, guesses = options.num_speculative_tokens, options.speculation
         rows = replace(options, max_num_seqs=options.max_rows)  # a batch slot for every row of a step
         ngram = self._drafter = NgramDrafter(length) if guesses == "ngram" else None
         if options.num_ranks > 1:
             return self._build_on_ranks(rows, seed)
-        runtime = load_quantized_runtime(self.source, rows, self.device, self.dtype, seed)
+        runtime = divide_pool(load_quantized_runtime(self.source, rows, self.device, self.dtype, seed), rows)
         drafting = self._load_draft(runtime, seed) if guesses == "model" else None
         guess = partial(guess_of_table, ngram) if ngram is not None and options.guesses_ahead else draft_of
         sampler = constrained_sampler(runtime, rows, self.source, guess)  # before the pools, as in stage E
@@ -115,8 +118,8 @@ class LLM(stage_f.LLM):
         if options.guesses_ahead:
             table = TokenTable(rows.max_num_seqs, runtime.max_model_len, length, runtime.device)
             tokens = TableTokens(LastTokens(rows.max_num_seqs, runtime.device), table, runtime.block_size)
-            kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of the memory that the table leaves
-            batch = AheadBatch(*limits, length, tokens, sampler)
+            kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))  # of what the token table leaves
+            batch = hybrid_batch(rows, AheadBatch)(*limits, length, tokens, sampler)
             graphs = verification_graphs(batch, length, rows.max_num_seqs, TokenSource.TABLE)
             return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, tokens, [graphs])
         if drafting is not None:
@@ -125,13 +128,13 @@ class LLM(stage_f.LLM):
         else:
             kv_cache = runtime.make_pool(choose_num_blocks(runtime, rows))
         if guesses == "off":
-            return runtime, compose_runner(runtime, kv_cache, sampler, rows)
-        batch = DraftBatch(*limits)
+            return runtime, compose_runner(runtime, kv_cache, sampler, rows, hybrid_batch(rows)(*limits))
+        batch = hybrid_batch(rows, DraftBatch)(*limits)
         graphs = verification_graphs(batch, length, rows.max_num_seqs, TokenSource.HOST)
         return runtime, compose_runner(runtime, kv_cache, sampler, rows, batch, graphs=[graphs])
 
     def _build_on_ranks(self, rows: Options, seed: int) -> tuple[Runtime, StepRunner]:
-        """Build on several ranks. Only rank 0 knows of drafts: the others are told to run more rows."""
+        """Build on several ranks. Only rank 0 knows about drafts; the others just run more rows."""
         from beyond.ranks import Job, build_worker  # here: one rank needs no torch.distributed
 
         check_stages(ModelConfig.from_hf(self.source.config), rows.pipeline_parallel_size)
@@ -148,7 +151,7 @@ class LLM(stage_f.LLM):
         return load_draft(source, self.options, runtime, self.dtype, seed)
 
     def _make_drafter(self, drafting: Runtime, kv_cache: KVCache, sampler: Sampler) -> ModelDrafter:
-        """Make what guesses with a small model, whose tokens are constrained by the same grammars."""
+        """Make the drafter with a small model, whose tokens are constrained by the same grammars."""
         slots, device = self.options.max_num_seqs, drafting.device
         constraints = Constraints(constraints_of(sampler).grammars, slots, device, draft_of)
         return make_drafter(drafting, kv_cache, self.options, constraints)
@@ -174,6 +177,8 @@ class LLM(stage_f.LLM):
         options, parts = self.options, {}
         if options.speculation != "off":
             parts = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
+        if (block_manager := block_manager_of(self.runner)) is not None:
+            parts["block_manager_class"] = block_manager
         make = partial(Scheduler, **parts)
         if options.pipeline_parallel_size > 1:
             make = partial(PipelineScheduler, num_micro_batches=options.batches_in_flight, **parts)

@@ -1,9 +1,9 @@
-"""All options of `beyond`'s engine, which of them cannot be combined, and all of them on the command line.
+"""All options of `beyond`'s engine, combinations that are refused, and the command-line arguments.
 
-What an option means is said in its package: `quantization/options.py`, `speculation/options.py` and
-`scale_out/options.py`. They are one flat set of names. Nearly all of them combine, because each chooses a part of the
-engine of its own; where two do not, `REFUSED` says so and what to do instead. (It is here and not beside the parts,
-because the command line asks before anything slow is imported.)
+The packages document their options: `quantization/options.py`, `speculation/options.py`, `windows/options.py` and
+`scale_out/options.py`. All options are one flat set of names. Nearly all of them combine, because each chooses a
+different part of the engine; `REFUSED` lists the pairs that do not combine, with advice. (The list is in this file
+because the command line needs it before slow imports.)
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from beyond.scale_out.options import ScaleOutOptions
 from beyond.scale_out.options import add_options as add_scale_out_options
 from beyond.speculation.options import MAX_SPECULATING, SpeculationOptions
 from beyond.speculation.options import add_options as add_speculation_options
+from beyond.windows.options import WindowOptions
+from beyond.windows.options import add_options as add_window_options
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.options import add_options as add_graph_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(QuantizationOptions, SpeculationOptions, ScaleOutOptions, GraphOptions):
+class Options(QuantizationOptions, SpeculationOptions, WindowOptions, ScaleOutOptions, GraphOptions):
     """Options of `beyond`'s `LLM`: stage F's and those of the packages."""
 
     def __post_init__(self) -> None:
@@ -39,7 +41,7 @@ class Options(QuantizationOptions, SpeculationOptions, ScaleOutOptions, GraphOpt
 
     @property
     def max_rows(self) -> int:
-        """Decode rows of the largest step: one per running sequence, and the drafts of those that have one."""
+        """Decode rows of the largest step: one per running sequence, plus the drafts."""
         if self.speculation == "off":
             return self.max_num_seqs
         drafts = self.num_speculative_tokens * min(self.max_num_seqs, MAX_SPECULATING)
@@ -48,16 +50,17 @@ class Options(QuantizationOptions, SpeculationOptions, ScaleOutOptions, GraphOpt
     @property
     def overlaps(self) -> bool:
         """Whether a step is launched before the tokens of the last one are known."""
-        # Where prompts have steps of their own, decodes pause, and a step may mix guesses in flight with known tokens.
+        # Without chunked prefill, decodes pause during prompt steps, and a step may mix guesses in flight with known
+        # tokens.
         return self.uses("overlap") and (self.speculation == "off" or self.enable_chunked_prefill)
 
     @property
     def guesses_ahead(self) -> bool:
-        """Whether the device guesses, so that no step waits for the one before."""
+        """Whether the device guesses, so that no step waits for the previous one."""
         return self.overlaps and self.speculation == "ngram" and self.num_ranks == 1
 
     def stage_f(self, **changes: Any) -> GraphOptions:
-        """Stage F's options among these, some of them changed."""
+        """Return stage F's options, with the given changes."""
         return GraphOptions(**{field.name: getattr(self, field.name) for field in fields(GraphOptions)} | changes)
 
 
@@ -87,7 +90,7 @@ REFUSED = (
         "quantize_lm_head",
         "tensor_parallel_size",
         lambda o: o.quantize_lm_head and o.tensor_parallel_size > 1,
-        "the ranks split the LM head in 16 bits; leave quantize_lm_head away",
+        "the ranks split the LM head in 16 bits; leave quantize_lm_head out",
     ),
     Refusal(
         "attention_backend",
@@ -107,10 +110,23 @@ REFUSED = (
         lambda o: not o.uses("overlap") and o.pipeline_parallel_size > 1,
         "for one batch at a time use num_micro_batches=1",
     ),
+    Refusal(
+        "hybrid_kv_cache",
+        "pipeline_parallel_size",
+        lambda o: o.hybrid_kv_cache and o.pipeline_parallel_size > 1,
+        "a stage's pool serves all of its layers; use tensor_parallel_size",
+    ),
+    Refusal(
+        "hybrid_kv_cache",
+        "speculation",
+        lambda o: o.hybrid_kv_cache and o.speculation == "model",
+        "the small model keeps its own keys in one pool of as many blocks; use speculation='ngram'",
+    ),
 )
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add the options to the command line."""
-    for add in (add_graph_options, add_quantization_options, add_speculation_options, add_scale_out_options):
+    packages = add_quantization_options, add_speculation_options, add_window_options, add_scale_out_options
+    for add in (add_graph_options, *packages):
         add(group)

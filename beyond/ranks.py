@@ -1,9 +1,9 @@
-"""An engine on several ranks: what each rank builds, with all options.
+"""An engine on several ranks, with all options: build each rank's part.
 
-Formats need nothing of their own here. Where a matrix is cut by rows (QKV, gate and up), a row's scale goes with the
-row. Where it is cut by columns (output, down), every rank has a scale of its own for its part of each row, made of that
-part alone: finer than one rank's. Ranks add up sums that are dequantised already, so that no scale has to travel. Keys
-and values are cut by heads, and so are their scales.
+Formats need no special treatment. If a matrix is cut by rows (QKV, gate and up), a row's scale stays with the row. If
+it is cut by columns (output, down), every rank computes a scale from its part of each row, which is finer than one
+scale for the whole row. Ranks add up dequantised sums, so no scales are sent. Keys and values are cut by heads, and so
+are their scales.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from beyond.scale_out.hosts import join_ranks
 from beyond.scale_out.pipeline_ranks import build_stage_rank
 from beyond.speculation.drafts import draft_of
 from beyond.structured.constraints import constrained_sampler
+from beyond.windows.parts import divide_pool, hybrid_batch
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import Sampler
@@ -57,7 +58,7 @@ class Job(ranks.Job):
         """Build one rank's part: a share of the whole model, or of a stage."""
         options = self.options_class(**self.options)
         if options.pipeline_parallel_size == 1:
-            return super().build(rendezvous, workers, batch)
+            return super().build(rendezvous, workers, hybrid_batch(options, batch))
         return build_stage_rank(self, options, rendezvous, workers, batch)
 
     def make_sampler(self, runtime: Runtime, options: Options) -> Sampler:
@@ -65,11 +66,11 @@ class Job(ranks.Job):
         return constrained_sampler(runtime, options, resolve_quantized(self.model), draft_of)
 
     def load(self, options: Options, device: torch.device, build: Callable[..., DecoderModel]) -> Runtime:
-        """Load one rank's share of the model, which `build` makes."""
+        """Load one rank's share of the model, built by `build`."""
         source, dtype = resolve_quantized(self.model), getattr(torch, self.dtype)
-        return load_quantized_runtime(source, options, device, dtype, self.seed, build)
+        return divide_pool(load_quantized_runtime(source, options, device, dtype, self.seed, build), options)
 
 
 def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
-    """Build a worker's part of the engine; returns what executes rank 0's commands."""
+    """Build a worker's part of the engine; returns the function that executes rank 0's commands."""
     return Job(**json.loads(message)).build(rendezvous).execute_command

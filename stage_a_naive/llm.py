@@ -2,10 +2,9 @@
 
     prompt -> token ids -> prefill -> choose -> decode step -> choose -> decode step -> ... -> text
 
-What the contract adds: a device and a dtype, sampling parameters, the end of the answer, text in pieces, and the clock.
-
+The contract adds a device and a dtype, sampling parameters, conditions that end the answer, streamed text, and timing.
 Two costs stay on purpose, because the next stage is about them: every step makes a new input tensor, and every step
-waits for the GPU to hand its token to Python before the next one is launched.
+waits until the GPU has handed its token to Python before it launches the next step.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class LLM(Frontend):
         model: `tutor`, a directory, a hub id, or `random:<preset>`.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto`, `float32`, `float16` or `bfloat16`.
-        seed: for random weights, and for the requests that bring no seed.
+        seed: for random weights, and for requests without a seed.
 
     Raises:
         ModelError: the model cannot be loaded or is not supported.
-        MemoryError: the device has not enough memory for the weights.
+        MemoryError: the device does not have enough memory for the weights.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class LLM(Frontend):
         self.build_time = time.perf_counter() - start
 
     def _model_options(self) -> dict[str, Any]:
-        """Options for transformers; later stages choose the attention implementation here."""
+        """Return options for transformers; later stages choose the attention implementation here."""
         return {}
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
@@ -60,11 +59,11 @@ class LLM(Frontend):
 
     @torch.inference_mode()
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
-        """One request from its first token to its last. `arrival`: when the call came in, for the TTFT."""
+        """Run one request from its first token to its last. `arrival` is when the call came in, for the TTFT."""
         completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, on_text is None)
         start = synchronized_time(self.device)
 
-        # Prefill: all prompt tokens at once. [1, prompt] -> logits [1, prompt, vocab], of which the last row counts.
+        # Prefill: all prompt tokens at once. [1, prompt] -> logits [1, prompt, vocab]; only the last row is used.
         out = self.model(torch.tensor([request.prompt_token_ids], device=self.device), use_cache=True)
         token_id = self._next_token(out.logits[:, -1], completion, on_text)
         first = synchronized_time(self.device)

@@ -1,6 +1,7 @@
 """The idea of an inference engine on one screen: generate a text without a KV cache, then with one.
 
-Both choose the same tokens. `python -m stage_a_naive.loop` prints how many each runs through the model, and its time.
+Both choose the same tokens. `python -m stage_a_naive.loop` prints how many tokens each runs through the model, and the
+time.
 """
 
 from timeit import repeat
@@ -46,7 +47,7 @@ def main() -> None:
     answers, counts, run = [], [], []  # run: tokens in each pass of the model
     model.get_input_embeddings().register_forward_hook(lambda module, ids, rows: run.append(ids[0].numel()))
     prompt_ids, eos_id = encode(tokenizer, QUESTION), tokenizer.eos_token_id
-    torch.set_num_threads(1)  # several would wait for one another where other programs run
+    torch.set_num_threads(1)  # several threads would wait for one another if other programs run
     for function in (generate_uncached, generate):
         run.clear()
         seconds = repeat(lambda: answers.append(function(model, prompt_ids, eos_id, 200)), number=1, repeat=3)  # noqa: B023

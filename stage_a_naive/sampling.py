@@ -5,9 +5,8 @@ the highest one. With a *temperature*, the logits become probabilities, `softmax
 sampled from them, by the Gumbel-max trick: if `g` is independent Gumbel(0, 1) noise, then `argmax(logits + g)` is
 distributed as `softmax(logits)` (Gumbel 1954; Maddison et al., "A* Sampling", 2014).
 
-What else a request may ask for is in files of its own: rules about single tokens (`token_rules.py`),
-penalties (`penalties.py`), top-k, top-p and min-p (`filters.py`), a seed (`noise.py`). The order is that of Hugging
-Face's generation pipeline:
+Each other sampling option has a file: rules about single tokens (`token_rules.py`), penalties (`penalties.py`), top-k,
+top-p and min-p (`filters.py`), a seed (`noise.py`). They apply in the order of Hugging Face's generation pipeline:
 
     rules -> penalties -> temperature -> top-k -> top-p -> min-p -> sample
 """
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """Choose one token per row; a row's choice depends on nothing but that row.
+    """Choose one token per row; a row's choice depends only on that row.
 
     Args:
         logits: `[rows, vocab]`, float32, penalties already applied.
@@ -59,18 +58,19 @@ def choose_tokens(
     penalise: Callable[..., Tensor] = apply_penalties,
     sample: Callable[..., Tensor] = sample,
 ) -> Tensor:
-    """Choose the next token of each request of one call.
+    """Choose the next token of each request in one call.
 
     Args:
         logits: `[rows, vocab]`, float32.
-        completions: the answers so far, one per row, all of requests with the same `sampling_fn`.
-        steps: how many tokens each has generated; None counts those in its completion. An engine that reads tokens late
-            has chosen more than the completion knows. Penalties and bad words need them all in the completion.
-        penalise, sample: what these two steps are; the defaults work row by row.
+        completions: the answers so far, one per row; all their requests have the same `sampling_fn`.
+        steps: how many tokens each request has generated; None counts the tokens in its completion. An engine that
+            reads tokens late has chosen more tokens than the completion holds. Penalties and bad words need all tokens
+            in the completion.
+        penalise, sample: functions for these two steps; the defaults work row by row.
 
     Returns:
-        ids `[rows]`, int64, on the logits' device. Where a replaced `sampling_fn` fails for a row, the row's completion
-        fails, and its id means nothing. Where the logits have no finite maximum, the id is `NO_TOKEN`.
+        ids `[rows]`, int64, on the logits' device. If a replaced `sampling_fn` fails for a row, that row's completion
+        fails and its id is meaningless. If a row's logits have no finite maximum, its id is `NO_TOKEN`.
     """
     requests = [completion.request for completion in completions]
     params = [request.params for request in requests]
@@ -92,7 +92,7 @@ def choose_tokens(
 
 
 def where_finite(ids: Tensor, scores: Tensor) -> Tensor:
-    """Put `NO_TOKEN` in place of the ids `[rows]` of rows `[rows, vocab]` whose maximum is NaN or infinite."""
+    """Replace the ids `[rows]` with `NO_TOKEN` where the maximum of `scores [rows, vocab]` is NaN or infinite."""
     best = scores.amax(-1)
     return ids.masked_fill((best - best).bool(), NO_TOKEN)  # inf - inf is NaN, which is not 0
 
@@ -102,19 +102,20 @@ def replaced_ids(
 ) -> tuple[Tensor, dict[int, Exception]]:
     """Choose tokens with a replaced sampler.
 
-    If it fails for several rows, it is called again for each row alone, so that the others keep their tokens.
+    If it fails for several rows together, it is called again for each row alone, so that the other rows keep their
+    tokens.
 
     Args:
         logits: `[rows, vocab]`, float32, penalties already applied.
         params: one per row.
 
     Returns:
-        ids `[rows]`, int64, on the logits' device; and the errors of the rows that failed, whose ids are 0. If it
-        fails for its rows together and for none of them alone, the error is that of each row.
+        ids `[rows]`, int64, on the logits' device; and the errors of the rows that failed, whose ids are 0. If it fails
+        for the rows together but for no row alone, every row gets that error.
     """
     try:
-        # A copy: it may write to it or keep it, and log-probabilities are made of what the model said. (A compiled
-        # step writes its next logits to the same memory.)
+        # The function gets a copy, because it may change or keep it, and log-probabilities need the model's
+        # logits. (A compiled step writes its next logits to the same memory.)
         return checked_ids(sampling_fn(logits.clone(), list(params)), logits), {}
     except Exception as error:
         ids, errors = torch.zeros(len(params), dtype=torch.int64, device=logits.device), {0: error}
@@ -127,12 +128,12 @@ def replaced_ids(
 
 
 def checked_ids(ids: Tensor, logits: Tensor) -> Tensor:
-    """Check what a replaced sampler returned for logits `[rows, vocab]`, as int64 `[rows]`.
+    """Check what a replaced sampler returned for logits `[rows, vocab]`; return it as int64 `[rows]`.
 
-    Waits for the device: an id outside the vocabulary must not reach the next step, where a GPU would abort on it.
+    Waits for the device, because an id outside the vocabulary would make a GPU abort in the next step.
 
     Raises:
-        ValueError: not one integer id per row, or an id outside the vocabulary.
+        ValueError: the result is not one integer id per row, or an id is outside the vocabulary.
     """
     rows, vocab_size = logits.shape
     if not isinstance(ids, Tensor) or ids.shape != (rows,) or ids.dtype not in (torch.int64, torch.int32):

@@ -1,7 +1,7 @@
-"""Stage B: one decode step as a function of its own, and everything that can be done once it is one.
+"""Stage B: one decode step as a separate function, and the optimisations that this makes possible.
 
 Static KV cache, buffers allocated once, pinned copies, end of sequence found late, warm-up, `torch.compile`: each idea
-has a switch of its own.
+has its switch.
 """
 
 from stage_a_naive.entrypoints.lazy import import_when_used

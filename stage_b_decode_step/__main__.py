@@ -33,7 +33,7 @@ def add_options(group: _ArgumentGroup) -> None:
 
 
 def idea(llm: LLM, metrics: Metrics) -> str:
-    """Say what has the same shape in every step."""
+    """Describe what has the same shape in every step."""
     cache = tr("a cache allocated once") if llm.static_cache else tr("a cache that grows (--no-static-cache)")
     compiled = tr("compiled") if llm.compile else tr("--compile makes it one program")
     return tr("every step has the same shapes: {cache}; {compiled}").format(cache=cache, compiled=compiled)

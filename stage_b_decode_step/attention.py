@@ -1,13 +1,13 @@
 """Scaled dot-product attention (SDPA) for grouped queries, with its kernels chosen by name.
 
-PyTorch has one function, `scaled_dot_product_attention`, and several kernels behind it, which it picks from by shape,
-dtype and mask. Which one runs matters: the one that PyTorch prefers for one shape may plan and allocate anew for every
-other. So the stage names the kernels it wants.
+PyTorch has one function, `scaled_dot_product_attention`, and several kernels behind it, from which it chooses by shape,
+dtype and mask. The choice matters: one of the kernels makes a new plan and allocates memory for every new shape. So the
+stage names the kernels that may run.
 
 In grouped-query attention (Ainslie et al., "GQA", 2023) several query heads share one head of keys and values. With a
 mask, transformers copies every key and value once for each query head before it calls SDPA. A decode step has only one
-query per head, so it can do better: the queries of one group become the *rows* of one head, and keys and values are
-read where they are stored.
+query per head, so this copy can be avoided: the queries of one group become the *rows* of one head, and keys and values
+are read where they are stored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transformers.masking_utils import sdpa_mask
 
 ATTENTION_NAME, PREFILL_NAME = "grouped_sdpa", "grouped_sdpa_for_prefill"
 
-# Flash takes no mask, so it serves the prefill. "Efficient" (xFormers) takes one, so it serves decoding with a padded
-# cache. "Math" is plain PyTorch, for what the others cannot take (float32 with grouped heads, odd head sizes). cuDNN is
-# left out: it makes a plan for every new shape, and a prompt has a new shape almost every time.
+# Flash takes no mask, so it serves the prefill. "Efficient" (xFormers) takes a mask, so it serves decoding with a
+# padded cache. "Math" is plain PyTorch, for inputs that the others do not support (float32 with grouped heads, odd
+# head sizes). cuDNN is left out: it makes a plan for every new shape, and a prompt has a new shape almost every time.
 SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -39,10 +39,10 @@ def grouped_sdpa(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention in the form transformers calls it.
+    """Compute attention with the signature that transformers calls.
 
     Args:
-        module: the attention layer (not needed).
+        module: the attention layer (not used).
         query: `[1, heads, tokens, head_dim]`.
         key, value: `[1, kv_heads, positions, head_dim]`.
         attention_mask: added to the scores, broadcast to `[1, heads, tokens, positions]`; None is causal.
@@ -72,10 +72,11 @@ def grouped_sdpa_for_prefill(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """`grouped_sdpa` for a prompt; for the one token of a masked step, attention written out for a compiler.
+    """Compute a prompt's attention with `grouped_sdpa`, and a masked step's with operations that a compiler can fuse.
 
-    The fused kernel that takes a mask has one thread block per head, which leaves most of a GPU idle when there are few
-    heads and one token. `torch.compile` cannot change a fused kernel; of these three lines it makes its own.
+    The fused kernel that takes a mask has one thread block per head, which leaves most of a GPU idle if there are few
+    heads and one token. `torch.compile` cannot change a fused kernel, but it generates its own kernels for these three
+    lines.
     """
     batch, heads, tokens, head_dim = query.shape
     if tokens > 1:
@@ -87,7 +88,7 @@ def grouped_sdpa_for_prefill(
     return (weights @ value).reshape(batch, 1, heads, head_dim), None
 
 
-# transformers' own way to add an attention: models find it by this name.
+# This is how transformers adds an attention function: models find it by this name.
 for name, attention in ((ATTENTION_NAME, grouped_sdpa), (PREFILL_NAME, grouped_sdpa_for_prefill)):
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -95,10 +96,10 @@ for name, attention in ((ATTENTION_NAME, grouped_sdpa), (PREFILL_NAME, grouped_s
 
 @contextmanager
 def attention_and_matmul_settings(matmul_precision: str) -> Iterator[None]:
-    """Name the SDPA kernels and the float32 matmul precision for the time of a block, and put both back after it.
+    """Set the SDPA kernels and the float32 matmul precision within a block, and restore both after it.
 
     `high` lets a GPU multiply float32 matrices in TF32 (10 bits of mantissa instead of 23) on its tensor cores;
-    bfloat16 and float16 are not touched by it. Both settings belong to the whole process, hence the putting back.
+    it does not affect bfloat16 and float16. Both settings apply to the whole process, so they are restored.
     """
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(matmul_precision)

@@ -1,13 +1,12 @@
-"""One decode step as a function: token and cache in, logits of the next token out.
+"""One decode step as a function: it takes a token and a cache and returns the logits of the next token.
 
-Generating text runs this function again and again. Once it is a module with fixed shapes, everything that makes a
-function fast can be done to it: it can be compiled, captured in a CUDA graph, measured alone. For that, nothing in it
-may depend on *which* step it is: no Python number that grows, no tensor that changes its shape. The position is a
-tensor on the device, which the step itself advances.
+Generating text runs this function again and again. As a module with fixed shapes it can be compiled, captured in a CUDA
+graph, and measured alone. For that, nothing in it may depend on *which* step it is: no Python number that grows, no
+tensor that changes its shape. The position is a tensor on the device, and the step itself advances it.
 
-`torch.compile` does two things with it. It fuses the many small operations (norms, rotary embedding, activations,
-residuals) into few kernels. And on a GPU it records all kernels of a step in a CUDA graph, so that the CPU launches one
-graph instead of hundreds of kernels. With one row of tokens, launching most kernels takes longer than running them.
+`torch.compile` does two things. It fuses the many small operations (norms, rotary embedding, activations, residuals)
+into few kernels. And on a GPU it records all kernels of a step in a CUDA graph, so that the CPU launches one graph
+instead of hundreds of kernels. With one row of tokens, launching most kernels takes longer than running them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Step = Callable[[Tensor, Cache], Tensor]
 
 
 class DecodeStep(nn.Module):
-    """Run a model for one token: from the token to the scores of the next.
+    """Runs a model for one token and returns the scores of the next token.
 
     Args:
         model: a causal language model of transformers.
@@ -66,19 +65,20 @@ class DecodeStep(nn.Module):
 
 
 def compiled(step: DecodeStep, device: torch.device) -> Step:
-    """Put the step through `torch.compile`; compiling happens at the first call with each cache length.
+    """Return the step wrapped in `torch.compile`; it compiles at the first call with each cache length.
 
     Raises:
-        ValueError: the compiler's tools are missing or do not start.
+        ValueError: a compiler is missing or does not start.
     """
     check_compiler(device)
-    # fullgraph: a part that cannot be compiled is an error, not a slow step. dynamic=False: one program per length.
+    # fullgraph: code that cannot be compiled is an error, not a slow step. dynamic=False: one program per length.
     if device.type != "cuda":
         return torch.compile(step, fullgraph=True, dynamic=False)
     graphed = torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead")
 
     def replay(token: Tensor, cache: Cache) -> Tensor:
-        # A graph writes its output to the same memory every time. This says: the last step's is not needed any more.
+        # A graph writes its output to the same memory every time. This call says that the last output is no longer
+        # needed.
         torch.compiler.cudagraph_mark_step_begin()
         return graphed(token, cache)
 
@@ -86,7 +86,7 @@ def compiled(step: DecodeStep, device: torch.device) -> Step:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise a `ValueError` that names what `torch.compile` needs on this device and does not find or cannot start."""
+    """Raise a `ValueError` that names what `torch.compile` needs on this device if it is missing or does not start."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             raise ValueError("compile=True on a GPU needs Triton, which is not installed: `pip install triton`")

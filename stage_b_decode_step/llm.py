@@ -1,9 +1,9 @@
-"""The engine of stage A with its decode step taken out as a function of its own, and made fast.
+"""The engine of stage A with its decode step as a separate function, made fast.
 
     prompt -> token ids -> prefill -> choose -> DecodeStep -> choose -> DecodeStep -> ... -> text
 
-The path of a token is stage A's. `DecodeStep` has fixed shapes, so it can be compiled: that is the stage's idea. The
-other options keep the loop around the step from costing more than the step. Each has a switch, so that its worth can be
+A token takes the same path as in stage A. `DecodeStep` has fixed shapes, so it can be compiled: this is the idea of the
+stage. The other options keep the loop around the step cheaper than the step. Each has a switch, so that its gain can be
 measured.
 """
 
@@ -31,7 +31,7 @@ from stage_b_decode_step.decode_step import DecodeStep, Step, compiled
 from stage_b_decode_step.static_cache import StaticKVCache, cache_length
 from stage_b_decode_step.token_log import TokenLog
 
-WARMUP_STEPS = 4  # a compiled step on a GPU compiles, runs once as it is, records its graph, and replays it
+WARMUP_STEPS = 4  # on a GPU, a compiled step compiles, runs once without a graph, records its graph, and replays it
 SWITCHES = ("compile", "static_cache", "last_logits_only", "async_eos", "buffers", "pinned", "warmup")
 
 
@@ -40,22 +40,22 @@ class LLM(NaiveLLM):
 
     Args:
         model, device, dtype, seed: as in stage A.
-        compile: put `torch.compile` on the decode step (with CUDA graphs on a GPU).
+        compile: use `torch.compile` for the decode step (with CUDA graphs on a GPU).
         static_cache: one KV cache of fixed shape and address instead of one that grows. Compiling needs it.
         last_logits_only: compute the prompt's logits for its last position only (transformers' `logits_to_keep`).
         async_eos: find the end of sequence a few steps late instead of waiting for the device at every step.
         sync_every: with `async_eos`, send tokens to the host every this many steps; None is 8 on a GPU, and 1 on a CPU,
-            which computes while Python waits. After the end, up to `2 * sync_every - 1` steps are computed in vain.
+            which computes while Python waits. Up to `2 * sync_every - 1` steps after the end are computed for nothing.
         buffers: write each step's token into buffers allocated once instead of new tensors.
         pinned: copy prompts from, and tokens to, pinned host memory (GPU only).
-        sdpa: fused attention kernels, chosen by name, instead of attention written out; None is yes, but not in a
-            compiled step, for which the compiler makes faster ones.
+        sdpa: fused attention kernels, chosen by name, instead of attention written out; None is yes, except in a
+            compiled step, for which the compiler makes faster kernels.
         matmul_precision: PyTorch's setting for float32 matrices: `highest`, `high` (TF32 on a GPU) or `medium`.
-        warmup: run each cache size once before its first request is timed; it counts as `build_time`, also when it
-            compiles. Without it, the first request's metrics contain what is done once.
+        warmup: run each cache size once before its first request is timed; its time counts as `build_time`, including
+            compilation. Without it, the first request's metrics contain this one-time work.
 
     Raises:
-        ValueError: options that cannot go together, or no compiler where one is needed.
+        ValueError: the options cannot be combined, or a required compiler is missing.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class LLM(NaiveLLM):
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        """PyTorch's settings for the time of a call; they are put back after it."""
+        """Apply PyTorch's settings for the duration of a call, and restore them after it."""
         with ExitStack() as stack:
             stack.enter_context(attention_and_matmul_settings(self.matmul_precision))
-            # Tensors of inference mode keep no record for autograd, which compiled programs with graphs need.
+            # Compiled programs with graphs need autograd's records, which tensors of inference mode do not keep.
             stack.enter_context(torch.no_grad() if self.compile else torch.inference_mode())
             if self.compile:
-                # One program per cache length and engine is wanted here; PyTorch takes more than 8 for a mistake.
+                # One program per cache length and engine is intended; PyTorch considers more than 8 a mistake.
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
             yield
 
@@ -142,7 +142,7 @@ class LLM(NaiveLLM):
         logits = self._prefill(request.prompt_token_ids, cache)  # [1, vocab]
         log.write(self._choose(logits, completion, step=0))
         log.send()
-        self._accept(log.receive(max_in_flight=0), logits, completion, on_text)  # the first token is worth waiting for
+        self._accept(log.receive(max_in_flight=0), logits, completion, on_text)  # wait for the first token
         first = synchronized_time(self.device)
 
         self._decode(cache, log, completion, on_text)
@@ -154,13 +154,13 @@ class LLM(NaiveLLM):
             return super()._score(prompt_token_ids, count)
 
     def _prefill(self, prompt: list[int], cache: Cache) -> Tensor:
-        """Run all prompt tokens at once; returns logits `[1, vocab]` of the last one."""
+        """Run all prompt tokens at once and return the logits `[1, vocab]` of the last one."""
         pin = self.pinned and self.device.type == "cuda"
         input_ids = torch.tensor([prompt], pin_memory=pin).to(self.device, non_blocking=pin)  # [1, prompt]
         if len(prompt) == 1:
             return self.decode_step(input_ids, cache)  # one token is a decode step
         # Only the last position's logits are needed. All of them are a matrix product of prompt x hidden x vocab.
-        keep = 1 if self.last_logits_only else 0  # 0 is transformers' word for all
+        keep = 1 if self.last_logits_only else 0  # in transformers, 0 means all
         out = self.model(
             input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=keep, return_dict=False
         )
@@ -169,9 +169,9 @@ class LLM(NaiveLLM):
         return out[0][:, -1, :].float()
 
     def _decode(self, cache: Cache, log: TokenLog, completion: Completion, on_text: OnText | None) -> None:
-        """Run steps until the completion is finished. Surplus steps stay inside the cache: the last step is known."""
+        """Run steps until the completion is finished. Surplus steps stay inside the cache: their number is limited."""
         params = completion.request.params
-        # Penalties and bad words read the tokens so far, and log-probabilities are read on the host: at once.
+        # Penalties, bad words and log-probabilities need every token on the host at once.
         every_step = not self.async_eos or params.needs_tokens or params.logprobs is not None
         last = completion.num_remaining_tokens if completion.finish_reason is None else 0
         assert self.sync_every is not None
@@ -187,16 +187,16 @@ class LLM(NaiveLLM):
                 break
 
     def _choose(self, logits: Tensor, completion: Completion, step: int) -> Tensor:
-        """Choose a token id `[1]` on the device, without waiting for it. `step`: how many were chosen before."""
+        """Choose a token id `[1]` on the device without waiting for it; `step` tokens were chosen before."""
         return choose_tokens(logits, [completion], [step])
 
     def _accept(self, ids: list[int], logits: Tensor, completion: Completion, on_text: OnText | None) -> None:
-        """Add tokens that have arrived; those after the end are surplus and are dropped."""
+        """Add tokens that have arrived; tokens after the end are surplus and are dropped."""
         count = completion.request.params.logprobs
         for token_id in ids:
             if completion.finish_reason is not None:
                 return
-            # With log-probabilities every step is waited for, so these logits are this token's.
+            # With log-probabilities the host waits for every step, so these logits belong to this token.
             logprobs = None if count is None else top_logprobs(logits[0], count, token_id)
             completion.tell(on_text, completion.append(token_id, logprobs))
 
@@ -211,13 +211,13 @@ class LLM(NaiveLLM):
         return cache_length(len(request.prompt_token_ids) + self._most_tokens(request))
 
     def _prepare(self, request: Request) -> None:
-        """Allocate and warm up what a request of this size needs, unless an earlier one did. Counts as build time."""
+        """Allocate and warm up what a request of this size needs, unless it is ready. This counts as build time."""
         start = time.perf_counter()
         length = self._length(request)
         if length not in self._work:
             cache = StaticKVCache(self.model.config, length, self.dtype, self.device) if self.static_cache else None
             self._work[length] = cache, TokenLog(length, self.device, self.buffers, self.pinned)
-        steps = WARMUP_STEPS if self._most_tokens(request) > 1 else 0  # one token needs no step: none is compiled
+        steps = WARMUP_STEPS if self._most_tokens(request) > 1 else 0  # one token needs no step, so none is compiled
         if self.warmup and (length, steps) not in self._warm:
             self._warm_up(length, min(len(request.prompt_token_ids), length - steps), steps)
             self._warm.add((length, steps))

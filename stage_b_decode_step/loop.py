@@ -56,9 +56,9 @@ def generate(step: Callable, model: PreTrainedModel, prompt_ids: list[int], eos_
 
 
 class Calls(TorchDispatchMode):
-    """Inside `with Calls(note):`, every call that reaches PyTorch is told to `note(name, result)`."""
+    """Calls `note(name, result)` for every call that reaches PyTorch inside `with Calls(note):`."""
 
-    ignore_compile_internals = classmethod(lambda cls: True)  # of a compiled program, note what runs, not the compiling
+    ignore_compile_internals = classmethod(lambda cls: True)  # of a compiled program, note what runs, not what compiles
 
     def __init__(self, note: Callable[[str, object], None]) -> None:
         super().__init__()

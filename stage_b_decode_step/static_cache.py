@@ -1,13 +1,13 @@
-"""A KV cache that never moves.
+"""A KV cache with fixed shapes and addresses.
 
-Stage A's cache grows: every step allocates one that is a token longer, in every layer, and copies the old one into it.
-Each step has tensors of another shape at another address, so it is another program, and nothing of one step can be kept
-for the next. A static cache is allocated once, longer than needed. A step writes one position and reads all of them,
-with a mask over those that are not filled yet. Only one number changes from step to step, and that number is a tensor
-on the device.
+Stage A's cache grows: in every layer, every step allocates a cache that is one token longer and copies the old one into
+it. Each step has tensors with new shapes at new addresses, so it is a new program, and nothing prepared for one step
+can be reused in the next. A static cache is allocated once, longer than needed. A step writes one position and reads
+all of them, with a mask over those that are not filled yet. Only one number changes from step to step, and that number
+is a tensor on the device.
 
-The price is the padding: attention reads the unfilled positions too. So cache lengths come in sizes, not far above
-what a request needs, and few enough for each to be compiled.
+The cost is the padding: attention also reads the unfilled positions. So cache lengths come in fixed sizes: close to
+what a request needs, and few enough to compile the step for each.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def cache_length(positions: int) -> int:
 class StaticKVCache(Cache):
     """One sequence's keys and values in tensors of fixed shape and address.
 
-    transformers' `StaticCache` counts its length in every layer by itself: three launches per layer and step. Here one
+    transformers' `StaticCache` counts its length separately in every layer: three launches per layer and step. Here one
     `position` serves all layers, and a step advances it once.
 
     Args:
         config: the model's.
-        length: how many positions it holds.
+        length: the number of positions.
         dtype, device: of keys and values.
 
     Attributes:
         position: `[1]` int64 on the device, where the next token goes; the positions before it are filled.
 
     Raises:
-        ValueError: not enough memory; the message says for what.
+        ValueError: there is not enough memory; the message says how much it needs.
     """
 
-    layers: list[Any]  # of `StaticLayer`s, whose keys and values there are from the start
+    layers: list[Any]  # `StaticLayer`s; their keys and values are allocated from the start
 
     def __init__(self, config: PretrainedConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layers=[StaticLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)])
@@ -83,10 +83,11 @@ class StaticKVCache(Cache):
 
     @property
     def mask(self) -> Tensor | dict[str, Tensor]:
-        """What a decode step adds to its scores, `[1, 1, 1, length]`; of layers of two kinds, a mask for each.
+        """The mask that a decode step adds to its scores, `[1, 1, 1, length]`; with two kinds of layers, one for each.
 
-        0 where a position is seen; -inf where it is empty, or where a window hides it, which costs what a full layer
-        does. Numbers, not booleans, because SDPA would turn booleans into numbers again in every layer.
+        It is 0 where a position is visible, and -inf where it is empty or outside a layer's window (so a layer with a
+        window costs as much as a full one). It holds numbers, because SDPA would convert booleans to numbers in every
+        layer.
         """
         if self._kinds == {"full_attention"}:
             return self._filled
@@ -97,10 +98,10 @@ class StaticKVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values `[1, kv_heads, tokens, head_dim]` of one layer; returns those to attend to.
+        """Store one layer's new keys and values `[1, kv_heads, tokens, head_dim]`; return those to attend to.
 
-        Several tokens are a prompt: they start the sequence, and attend to nothing but themselves.
-        One token is a decode step: it goes to `position`, and all positions are returned; `mask` hides the empty ones.
+        Several tokens are a prompt: they start the sequence and attend only to one another. One token is a decode step:
+        it is stored at `position`, and all positions are returned; `mask` hides the empty ones.
         """
         layer = self.layers[layer_idx]
         tokens = key_states.shape[-2]
@@ -113,7 +114,7 @@ class StaticKVCache(Cache):
         return layer.keys, layer.values
 
     def begin_step(self) -> None:
-        """Make the position of the new token visible, to itself and to all later ones."""
+        """Make the position of the new token visible to itself and to all later tokens."""
         self._filled.index_fill_(-1, self.position, 0)
 
     def end_step(self) -> None:
@@ -121,20 +122,20 @@ class StaticKVCache(Cache):
         self.position.add_(1)
 
     def end_prefill(self, tokens: int) -> None:
-        """Note that a prompt of this many tokens has been stored."""
+        """Set the position after a prompt of this many tokens."""
         self._filled[..., :tokens] = 0
         self.position.fill_(tokens)
 
     def reset(self) -> None:
-        """Make the cache empty. Old values are erased, because even a masked-out NaN would spread."""
+        """Empty the cache. Old values are erased, because even a masked-out NaN would spread."""
         super().reset()
         self._filled.fill_(-torch.inf)
         self.position.zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Asked by transformers when it lays out a prompt, which always starts an empty cache."""
+        """Return 0: transformers calls this for a prompt, which always starts with an empty cache."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Asked by transformers when it lays out a prompt's mask: a prompt attends to itself."""
+        """Return the size of a prompt's mask, for transformers: a prompt attends to itself."""
         return query_length, 0

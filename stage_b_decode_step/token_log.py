@@ -1,9 +1,9 @@
 """The generated tokens: written on the device at every step, read on the host a little later.
 
 Stage A waits for each token before it launches the next step, so the device idles while Python works, and Python idles
-while the device works. But the next step reads its token on the device, from where the last step wrote it. The host
-needs the tokens only for the text and to notice the end. So they go to the host in chunks, by asynchronous copies; an
-event says when a chunk has arrived.
+while the device works. But the next step reads its token on the device, where the last step wrote it. The host needs
+the tokens only for the text and to detect the end. So they are copied to the host in chunks, asynchronously; an event
+marks the arrival of a chunk.
 
         CPU  |launch 1-8|launch 9-16| wait |read 1-8|launch 17-24| wait |read 9-16|launch 25-32| …
         GPU     |===== steps 1-8 =====|===== steps 9-16 =====|===== steps 17-24 =====| …
@@ -23,8 +23,8 @@ class TokenLog:
     """One request's generated ids on the device, and their copy on the host.
 
     Args:
-        capacity: how many ids it holds.
-        device: where the ids are made.
+        capacity: the most ids that it can hold.
+        device: where the ids are chosen.
         reuse: write into buffers allocated once; otherwise make new tensors at every step.
         pinned: copy to pinned host memory (only on a GPU).
 
@@ -47,16 +47,16 @@ class TokenLog:
         return torch.empty(size, dtype=torch.int64, pin_memory=self._pin)
 
     def clear(self) -> None:
-        """Forget the last request's ids. The device must have done its work."""
+        """Forget the last request's ids. The device must have finished its work."""
         self._written = 0
         self._sent = 0
         self._unsent: list[Tensor] = []  # without reuse: the ids written since the last `send`
         self._in_flight: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def write(self, ids: Tensor) -> None:
-        """Log the id `[1]` that a step chose, and make it the next step's input. Does not wait for it.
+        """Log the id `[1]` that a step chose and make it the next step's input, without waiting for it.
 
-        Where that is no token, a negative number, the steps before the host knows it run on another one.
+        A negative number is no token; until the host knows it, the following steps run with another token.
         """
         if self._reuse:
             torch.clamp(ids[None], min=0, out=self.next_input)
@@ -67,7 +67,7 @@ class TokenLog:
         self._written += 1
 
     def send(self) -> None:
-        """Enqueue the copy of everything written since the last `send`. Does not wait for it."""
+        """Enqueue the copy of everything written since the last `send`, without waiting for it."""
         if self._reuse:
             source = self.generated[self._sent : self._written]
             target = self._host[self._sent : self._written]
@@ -79,12 +79,12 @@ class TokenLog:
         arrived = None
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()
-            arrived.record()  # on the stream of the steps: it comes after the copy, and the copy after the steps
+            arrived.record()  # on the stream of the steps, so that it follows the copy, which follows the steps
         self._in_flight.append((target, arrived))
         self._sent = self._written
 
     def receive(self, max_in_flight: int) -> list[int]:
-        """Return the ids that came since the last call; wait until at most `max_in_flight` chunks are in flight."""
+        """Wait until at most `max_in_flight` chunks are in flight; return the ids that arrived since the last call."""
         ids: list[int] = []
         while self._in_flight:
             target, arrived = self._in_flight[0]

@@ -1,7 +1,7 @@
-"""Stage C: a kernel of our own for the MLP block, from the formula to a model that runs on it.
+"""Stage C: a custom kernel for the MLP block, from the formula to a model that uses it.
 
-C++ and CUDA sources in `csrc/stage_c/`, built once by `extension.py`, called through `fused_mlp.py`, put into the model
-by `patch.py`. `layernorm_mlp.py` is the small first kernel.
+The C++ and CUDA sources are in `csrc/stage_c/`. `extension.py` builds them once, `fused_mlp.py` calls them, and
+`patch.py` puts them into the model. `layernorm_mlp.py` is the small first kernel.
 """
 
 from stage_a_naive.entrypoints.lazy import import_when_used

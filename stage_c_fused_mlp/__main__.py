@@ -1,4 +1,4 @@
-"""`python -m stage_c_fused_mlp`: stage B's command line, and which kernel computes the MLP block."""
+"""`python -m stage_c_fused_mlp`: stage B's command line, plus the choice of the kernel for the MLP block."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def add_options(group: _ArgumentGroup) -> None:
-    """Stage B's options and this stage's own."""
+    """Add stage B's options and the options of this stage."""
     add_stage_b_options(group)
     kernels = "auto | naive | warp | fused | library"
     group.add_argument("--mlp-kernel", default="auto", help=f"what computes the MLP block: {kernels} (default: auto)")
 
 
 def idea(llm: LLM, metrics: Metrics) -> str:
-    """Say what was replaced, and time a few steps with PyTorch's own MLP blocks, too."""
+    """Describe what was replaced, and also time a few steps with PyTorch's MLP blocks."""
     from stage_a_naive.contract.params import SamplingParams
     from stage_c_fused_mlp.patch import restore_mlp
 
     report = tr("{layers} MLP blocks run as one operator ({kernel}, built in {seconds:.1f} s)")
     report = report.format(layers=llm.patch_report.layers, kernel=llm.mlp_kernel, seconds=llm.extension_time)
-    if llm.compile:  # another model is another program
+    if llm.compile:  # with another MLP the step would compile again
         return report
     params = SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
 
@@ -43,5 +43,5 @@ def idea(llm: LLM, metrics: Metrics) -> str:
 
 
 if __name__ == "__main__":
-    text = "Stage C: stage B with the MLP block of every layer in one C++/CUDA operator of our own."
+    text = "Stage C: stage B with the MLP block of every layer in one custom C++/CUDA operator."
     raise SystemExit(run("stage_c_fused_mlp", text, add_options, idea=idea))

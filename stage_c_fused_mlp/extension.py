@@ -1,11 +1,11 @@
 """Builds the C++ and CUDA sources of `csrc/` into libraries of PyTorch operators, once.
 
-A compiled extension depends on more than its source: on PyTorch's version, on the CUDA toolkit, on the GPU it is for.
-All of that goes into a key, and the key names the library's folder. So an edit, an upgrade or another GPU builds anew,
-and everything else takes what is there. Where there is no `nvcc` or no GPU, only the C++ part is built:
-the operators then run on the CPU, and a call with CUDA tensors says what is missing.
+A compiled extension depends on its source, on PyTorch's version, on the CUDA toolkit, and on the target GPU. A hash of
+all these is the key that names the library's folder. So an edit, an upgrade or another GPU causes a new build;
+otherwise the existing library is used. Without `nvcc` or a GPU, only the C++ part is built: the operators then run on
+the CPU, and a call with CUDA tensors says what is missing.
 
-`python -m stage_c_fused_mlp.extension` (`make ext`) builds and does nothing else.
+`python -m stage_c_fused_mlp.extension` (`make ext`) only builds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from stage_c_fused_mlp.toolchain import (
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 
-# Extension -> its sources in csrc/; those that end in .cu are compiled where there is nvcc and a GPU.
+# Extension -> its sources in csrc/; those that end in .cu are compiled if there is nvcc and a GPU.
 SOURCES: dict[str, tuple[str, ...]] = {
     "fused_mlp": (
         "stage_c/operators.cpp",
@@ -66,13 +66,13 @@ LOWEST_CAPABILITY: dict[str, tuple[int, int]] = {"megakernel": (9, 0), "megakern
 
 @dataclass(frozen=True)
 class Extension:
-    """What is, or is to be, built.
+    """An extension that is built or to be built.
 
     Attributes:
         name: a key of `SOURCES`.
         architectures: compute capabilities, such as `("9.0",)`; empty for a build without CUDA.
         why_no_cuda: the reason for a build without CUDA, and the remedy; empty with CUDA.
-        defines: macros for the CUDA compiler, such as `"SIX_HIDDEN=896"`; each set of them is a library of its own.
+        defines: macros for the CUDA compiler, such as `"SIX_HIDDEN=896"`; each set of macros gives a separate library.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Extension:
 
     @property
     def key(self) -> str:
-        """A hash of everything that the library depends on."""
+        """Hash of everything that the library depends on."""
         digest = hashlib.sha256()
         parts = (torch.__version__, torch.version.cuda, self.architectures, sys.version_info[:2], platform.machine())
         digest.update(repr(parts + (self.defines,)).encode())
@@ -108,7 +108,7 @@ class Extension:
         return root.resolve() / f"{self.name}-{self.key}" / f"{self.name}.so"
 
     def require_cuda(self) -> None:
-        """Raise an `ExtensionError` where the library has no CUDA part."""
+        """Raise an `ExtensionError` if the library has no CUDA part."""
         if not self.cuda:
             raise ExtensionError(f"the extension {self.name} has no CUDA part here: {self.why_no_cuda}. {STILL_WORKS}")
 
@@ -128,7 +128,7 @@ def _with_headers(sources: list[Path]) -> list[Path]:
 
 
 def plan(name: str = "fused_mlp", defines: tuple[str, ...] = ()) -> Extension:
-    """Find out what can be built on this machine.
+    """Determine what can be built on this machine.
 
     Raises:
         ExtensionError: there is no such extension, or no C++ compiler or ninja.
@@ -155,12 +155,12 @@ def plan(name: str = "fused_mlp", defines: tuple[str, ...] = ()) -> Extension:
 
 @functools.cache
 def load_extension(name: str = "fused_mlp", *, defines: tuple[str, ...] = (), verbose: bool = False) -> Extension:
-    """Load the operators of an extension, building them if nothing has: once per machine, seconds to a minute.
+    """Load the operators of an extension; build them first if needed, once per machine, in seconds to a minute.
 
     Args:
         name: a key of `SOURCES`.
         defines: macros for the CUDA compiler.
-        verbose: show the compilers' own output.
+        verbose: show the compilers' output.
 
     Raises:
         ExtensionError: something that the build needs is missing, or the compiler found an error.
@@ -184,7 +184,7 @@ def load_extension(name: str = "fused_mlp", *, defines: tuple[str, ...] = (), ve
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time. The system frees the lock of a process that dies, so no stale lock can stay."""
+    """Hold a lock for one process at a time. The system frees the lock of a process that dies, so none can stay."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,7 +195,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _build(extension: Extension, verbose: bool) -> None:
-    """Compile in a folder of its own and move the library into place whole: a failed build leaves nothing behind."""
+    """Compile in a temporary folder, then move the finished library into place: a failed build leaves nothing."""
     from torch.utils.cpp_extension import load
 
     parts = f"C++ and CUDA for {', '.join(extension.architectures)}" if extension.cuda else "C++ only"
@@ -224,7 +224,7 @@ def _build(extension: Extension, verbose: bool) -> None:
 
 
 def _readable(extension: Extension, output: str) -> str:
-    """Find the compiler's first error, or the last line if none is marked as one; all that it said goes to a file."""
+    """Return the compiler's first error, or its last line if no line says error; write its whole output to a file."""
     log = extension.library.with_suffix(".log")
     log.write_text(output)
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["the compiler said nothing"]
@@ -237,7 +237,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Build all extensions, or those named, and print where they are."""
+    """Build all extensions, or the named ones, and print their paths."""
     names = [name for name in SOURCES if name not in PER_MODEL]
     parser = argparse.ArgumentParser(prog="python -m stage_c_fused_mlp.extension", description="Build the extension.")
     parser.add_argument("name", nargs="*", default=names, help=f"of: {', '.join(names)} (default: all)")

@@ -1,9 +1,9 @@
 """A first kernel: the product of a matrix and a vector, from a Python loop to CUDA.
 
-`plain` is the product as everybody writes it. The next two are kernels as a GPU runs them, in Python: a function for
-one thread, and `launch`, which calls it for all of them. `csrc/stage_c/first_kernel.cu` has the same in CUDA; the
-emulator (`csrc/emulator/gpu.h`) runs it on a CPU. `python -m stage_c_fused_mlp.first_kernel` runs everything, and with
-the name of another program of `csrc/stage_c`, that one.
+`plain` is the usual loop. The next two functions are kernels as a GPU runs them, in Python: each describes one thread,
+and `launch` calls it for all threads. `csrc/stage_c/first_kernel.cu` has the same in CUDA; the emulator
+(`csrc/emulator/gpu.h`) runs it on a CPU. `python -m stage_c_fused_mlp.first_kernel` runs everything; with the name of
+another program in `csrc/stage_c`, it runs that one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plain(w: list[list[float]], x: list[float], y: list[float]) -> None:
 def launch(kernel: Callable[..., Iterator[None] | None], blocks: int, threads: int, *arguments: object) -> None:
     """Call a kernel for every thread of every block; all threads of a block reach a `yield` before one goes on."""
     for block in range(blocks):
-        shared = [0.0] * threads  # the block's own memory; a GPU's holds whatever was left there
+        shared = [0.0] * threads  # the block's memory; on a GPU it holds old values
         started = [kernel(block, thread, threads, shared, *arguments) for thread in range(threads)]
         running = [thread for thread in started if thread is not None]  # without a `yield` it has ended already
         while running:
@@ -41,7 +41,7 @@ def launch(kernel: Callable[..., Iterator[None] | None], blocks: int, threads: i
 
 
 def thread_per_row(block: int, thread: int, threads: int, shared: list, w: list, x: list, y: list) -> None:
-    """Compute one row, alone."""
+    """Compute one row with one thread."""
     row = block * threads + thread
     if row < len(w):  # there are more threads than rows
         total = 0.0
@@ -51,7 +51,7 @@ def thread_per_row(block: int, thread: int, threads: int, shared: list, w: list,
 
 
 def block_per_row(block: int, thread: int, threads: int, shared: list, w: list, x: list, y: list) -> Iterator[None]:
-    """Compute a part of a row, whose number is the block's; thread 0 adds the parts up."""
+    """Compute a part of row `block`; thread 0 adds up the parts."""
     total = 0.0
     for k in range(thread, len(x), threads):
         total += w[block][k] * x[k]
@@ -67,7 +67,7 @@ def sectors(addresses: list[int]) -> int:
 
 
 def run_cuda(source: Path) -> str:
-    """Compile a CUDA program for the emulator and run it; returns what it prints, and how it failed if it did."""
+    """Compile a CUDA program for the emulator, run it, and return its output, with its error if it fails."""
     text = source.read_text(encoding="utf-8")
     # A C++ compiler cannot read `kernel<<<blocks, threads>>>(arguments);`, so it becomes a call.
     text = re.sub(r"(\w+)<<<(.*?)>>>\((.*?)\);", r"gpu::launch([&] { \1(\3); }, \2);", text)

@@ -1,15 +1,16 @@
-"""The MLP block: the formula in PyTorch, and the operator of our own that computes the same.
+"""The MLP block: the formula in PyTorch, and a custom operator that computes the same.
 
-Between two attention layers a transformer does the same thing to every token on its own: normalise, multiply by a tall
-matrix, apply a nonlinearity, multiply by a wide matrix. `swiglu_mlp_reference` says it in a few lines of PyTorch, at
-least one kernel per line; for one token the kernels are short, and much of the time goes into launching them and into
-waiting for memory in between. The operator `torch.ops.six_engines.fused_swiglu_mlp` is one call:
+Between two attention layers, a transformer processes every token separately: it normalises, multiplies by a tall
+matrix, applies a nonlinearity, and multiplies by a wide matrix. `swiglu_mlp_reference` does this in a few lines of
+PyTorch, with at least one kernel per line. For one token the kernels are short, and much of the time goes into
+launching them and into waiting for memory in between. The operator `torch.ops.six_engines.fused_swiglu_mlp` is one
+call:
 
     naive    the formula as it reads, one thread per neuron
     warp     one warp per weight row, so that neighbouring lanes read neighbouring addresses
     fused    one kernel for the whole block, weights always in flight; on a CPU, one loop over the weights in C++
-    library  PyTorch's own kernels, one after the other
-    auto     whichever was measured to be the fastest for the number of rows
+    library  PyTorch's kernels, one after the other
+    auto     the one that was measured to be the fastest for the number of rows
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from stage_c_fused_mlp.extension import Extension, load_extension, plan
 
 KERNELS = ("auto", "naive", "warp", "fused", "library")
 CPU_KERNELS = ("auto", "fused", "library")
-FUSED_CAPABILITY = (9, 0)  # the fused kernel copies with the engine that Hopper introduced
+FUSED_CAPABILITY = (9, 0)  # the fused kernel uses the copy engine that Hopper introduced
 
-# Up to this many rows "auto" calls our kernels, beyond it PyTorch's: where the tables in the README cross. As in
-# csrc/stage_c/operators.cpp.
+# "auto" calls our kernels for up to this many rows, and PyTorch's for more: the tables in the README cross here. The
+# same numbers are in csrc/stage_c/operators.cpp.
 MOST_ROWS = {"cuda": 16, "cpu": 2}
 
 
 def swiglu_mlp_reference(
     x: Tensor, rms_weight: Tensor, w_gate_up: Tensor, w_down: Tensor, residual: Tensor, eps: float
 ) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019), SwiGLU (Shazeer 2020) and the residual; shapes as in `fused_swiglu_mlp`."""
+    """Compute RMSNorm (Zhang and Sennrich 2019), SwiGLU (Shazeer 2020), residual; shapes as in `fused_swiglu_mlp`."""
     normalised = F.rms_norm(x, x.shape[-1:], rms_weight, eps)  # [rows, hidden]
     gate, up = (normalised @ w_gate_up.T).chunk(2, dim=-1)  # [rows, intermediate] each
     return (F.silu(gate) * up) @ w_down.T + residual
 
 
 def why_unsupported(kernel: str, device: torch.device, hidden: int, intermediate: int) -> str:
-    """Return the reason why `kernel` cannot run on `device` at these sizes, and what can instead; "" if it can.
+    """Return why `kernel` cannot run on `device` at these sizes and what to use instead; "" if it can run.
 
-    Compiles nothing and loads nothing.
+    Compiles and loads nothing.
     """
     if kernel not in KERNELS:
         return f"expected one of {', '.join(KERNELS)}"
@@ -59,15 +60,15 @@ def why_unsupported(kernel: str, device: torch.device, hidden: int, intermediate
 
 
 def most_rows(kernel: str, device: torch.device) -> int:
-    """Up to how many rows a model calls the operator; beyond, its own matrix products are faster than any kernel."""
+    """Return the most rows for which a model calls the operator; for more, PyTorch's products are always faster."""
     return MOST_ROWS[device.type] if kernel == "auto" else MOST_ROWS["cuda"]
 
 
 def load_operators(device: torch.device | str = "cpu") -> Extension:
-    """Load the extension, building it if nothing has, and tell `torch.compile` the shapes of its operators.
+    """Load the extension, building it if needed, and register the operators' shapes for `torch.compile`.
 
     Args:
-        device: where they are to run. If they cannot run on a GPU, nothing is built.
+        device: where the operators will run. If they cannot run on this GPU, nothing is built.
 
     Raises:
         ExtensionError: the extension cannot be built here, or not with CUDA and `device` is a GPU.
@@ -109,7 +110,7 @@ def fused_swiglu_mlp(
     eps: float = 1e-6,
     kernel: str = "auto",
 ) -> Tensor:
-    """RMSNorm -> gate and up -> SiLU(gate) * up -> down -> + residual: the block of Qwen and Llama.
+    """Compute RMSNorm -> gate and up -> SiLU(gate) * up -> down -> + residual: the MLP block of Qwen and Llama.
 
     Args:
         x: `[rows, hidden]`, float32, float16 or bfloat16; all others have its dtype and device and are contiguous.
@@ -124,7 +125,7 @@ def fused_swiglu_mlp(
         `[rows, hidden]` in the dtype of x. Sums are in float32. Inference only: it has no gradient.
 
     Raises:
-        ValueError, TypeError: a shape, dtype, device or kernel that does not fit.
+        ValueError, TypeError: a shape, dtype, device or kernel does not fit.
         ExtensionError: the extension cannot be built here, or has no CUDA part and x is on a GPU.
     """
     if not torch.compiler.is_compiling():

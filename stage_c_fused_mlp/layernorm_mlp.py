@@ -1,7 +1,7 @@
 """The classical block, LayerNorm and two matrices, as one small CUDA kernel (`csrc/stage_c/layernorm_mlp.cu`).
 
-It is the first fused kernel that one writes, and the one of the article that this course grew from. Today's models
-have RMSNorm and a gate instead; the kernels that are made fast are theirs (`fused_mlp.py`).
+It is the usual first fused kernel, and the one in the article that this course grew from. Today's models have RMSNorm
+and a gate instead; `fused_mlp.py` has the fast kernels for them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from stage_c_fused_mlp.fused_mlp import load_operators
 
 
 def ln_mlp_reference(x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float) -> Tensor:
-    """LayerNorm (Ba et al. 2016), then the two-matrix block with SiLU; shapes as in `fused_ln_mlp`."""
+    """Compute LayerNorm (Ba et al. 2016) and the two-matrix block with SiLU; shapes as in `fused_ln_mlp`."""
     normalised = F.layer_norm(x, x.shape[-1:], gamma, beta, eps)  # [rows, hidden]
     return F.silu(normalised @ w1.T) @ w2.T
 
 
 def fused_ln_mlp(x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor, eps: float = 1e-5) -> Tensor:
-    """LayerNorm -> w1 -> SiLU -> w2, in one kernel on a GPU.
+    """Compute LayerNorm -> w1 -> SiLU -> w2, in one kernel on a GPU.
 
     Args:
         x: `[rows, hidden]`, float32, float16 or bfloat16; all others have its dtype and device and are contiguous.
@@ -42,7 +42,7 @@ def fused_ln_mlp(x: Tensor, gamma: Tensor, beta: Tensor, w1: Tensor, w2: Tensor,
 
 
 class FusedLayerNormMLP(nn.Module):
-    """The classical block as a module, with parameters of its own: LayerNorm -> up -> SiLU -> down. Inference only."""
+    """The classical block as a module with its parameters: LayerNorm -> up -> SiLU -> down. Inference only."""
 
     def __init__(self, hidden: int, intermediate: int, eps: float = 1e-5) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The engine of stage B with the MLP block of every layer replaced by one kernel of our own.
+"""The engine of stage B with the MLP block of every layer replaced by a custom kernel.
 
-The path of a token is stage B's, line for line. Only what `model(...)` does inside a decode step is different: see
+A token takes the same path as in stage B. Only the work of `model(...)` inside a decode step is different: see
 `patch.py`.
 """
 
@@ -23,19 +23,19 @@ class LLM(DecodeStepLLM):
     """Stage B's engine with the fused MLP block.
 
     Args:
-        mlp_kernel: `auto` (the fastest for the number of rows, and stage B's MLP where a model has another one),
-            `naive`, `warp`, `fused`, or `library` for PyTorch's
-            own kernels behind the same operator. On a CPU `auto`, `fused` or `library`.
+        mlp_kernel: `auto` (the fastest for the number of rows, or stage B's MLP if the model has another kind),
+            `naive`, `warp`, `fused`, or `library` for PyTorch's kernels behind the same operator. On a CPU `auto`,
+            `fused` or `library`.
         model, device, dtype, seed, options: as in stage B.
 
     Attributes:
-        extension_time: seconds that it took to build the operators, or to find them built.
-        patch_report: how many blocks were replaced, and the memory of the weights before and after.
+        extension_time: seconds to build the operators, or to find them if they are built.
+        patch_report: the number of replaced blocks, and the memory of the weights before and after.
 
     Raises:
         ExtensionError: the extension cannot be built here; the message says what is missing.
-        ValueError: an unknown kernel, or one that does not run on this device or at this model's sizes (said before
-            anything is built); one that was named, and the model's MLP is not of its kind; or as in stage B.
+        ValueError: the kernel is unknown, does not run on this device or at this model's sizes (raised before anything
+            is built), or was named and does not compute this model's kind of MLP; or as in stage B.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LLM(DecodeStepLLM):
         if why:
             raise ValueError(f"mlp_kernel={mlp_kernel!r} cannot run here: {why}")
         start = time.perf_counter()
-        load_operators(chosen)  # before the model: whoever has no compiler should not wait for the weights first
+        load_operators(chosen)  # before the model, so that a missing compiler is reported before the weights are loaded
         self.mlp_kernel, self.extension_time = mlp_kernel, time.perf_counter() - start
         super().__init__(model, device=device, dtype=dtype, seed=seed, **options)
         start = time.perf_counter()

@@ -1,13 +1,14 @@
-"""One kernel for the MLP: from fourteen operations of PyTorch to one of our own.
+"""One kernel for the MLP: from fourteen operations of PyTorch to one custom operation.
 
 Between two attention layers, a token goes through x + down(silu(gate(norm(x))) * up(norm(x))). In PyTorch that is a
 chain of operations: the norm alone is a square, a mean, an addition, a root and some products. Each is started from
-Python, reads what the one before wrote to memory, and writes its own result there. Yet all they do is needed by the
-next one only. A kernel of our own computes the chain in one go and hands the numbers on inside.
+Python, reads its input from memory and writes its result to memory, although only the next operation needs it. A custom
+kernel computes the whole chain and keeps the intermediate numbers on the chip.
 
-The kernel is C++ (`csrc/stage_c/mlp_cpu.cpp`) or CUDA (`mlp_fused.cu` and two simpler ones beside it). The extension
-compiles what this machine can run, once, which takes up to a minute. `python -m stage_c_fused_mlp.loop` puts the kernel
-into the model, and prints operations, bytes and time per MLP and token. The answer is that of stage A's loop.
+The kernel is C++ (`csrc/stage_c/mlp_cpu.cpp`) or CUDA (`mlp_fused.cu` and two simpler ones in the same folder). The
+extension compiles what this machine can run, once, which takes up to a minute. `python -m stage_c_fused_mlp.loop` puts
+the kernel into the model, and prints operations, bytes and time per MLP and token. The answer is the same as in stage
+A's loop.
 """
 
 from types import MethodType
@@ -29,20 +30,20 @@ def unfused_mlp(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def fused_mlp(layer: nn.Module, x: Tensor) -> Tensor:
-    """Run the same as one operation."""
+    """Run the same computation as one operation."""
     norm, down = layer.post_attention_layernorm, layer.mlp.down_proj
     operator = torch.ops.six_engines.fused_swiglu_mlp
     return operator(x, norm.weight, layer.gate_up, down.weight, x, norm.variance_epsilon, "auto")  # + x, the residual
 
 
 def forward(layer: nn.Module, x: Tensor, **others: object) -> Tensor:
-    """Run a decoder layer, `[1, tokens, hidden]` -> the same shape: attention as it was, then the kernel."""
+    """Run a decoder layer, `[1, tokens, hidden]` -> the same shape: unchanged attention, then the kernel."""
     attended, _ = layer.self_attn(layer.input_layernorm(x), **others)
-    return fused_mlp(layer, (x + attended)[0])[None]  # the kernel knows no batch dimension
+    return fused_mlp(layer, (x + attended)[0])[None]  # the kernel has no batch dimension
 
 
 def replace_mlp(model: PreTrainedModel) -> None:
-    """Give every layer the new `forward`. The kernel wants gate and up as one matrix."""
+    """Give every layer the new `forward`. The kernel needs gate and up as one matrix."""
     for layer in model.model.layers:
         layer.gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
         layer.forward = MethodType(forward, layer)
@@ -64,7 +65,7 @@ def main() -> None:
             calls.clear()
             with Calls(lambda *call: calls.append(call)):
                 function(layer, x)
-            # Of every memory that was written, once: views share it. x was there before.
+            # Count each written memory once, because views share it. x existed before.
             written = {result.data_ptr(): result.nbytes for _, result in calls[:-1]} | {x.data_ptr(): 0}
             timer = Timer("function(layer, x)", globals={"function": function, "layer": layer, "x": x})
             print(f"{function.__name__:11}", " ".join(operator for operator, _ in calls))

@@ -1,11 +1,11 @@
-"""Put the fused MLP block into a model of transformers, and take it out again.
+"""Put the fused MLP block into a model of transformers, and remove it again.
 
-A decoder layer of Qwen or Llama ends with `x + mlp(norm(x))`. The patch gives each layer a `forward` of its own that
-ends with one call of `fused_swiglu_mlp` instead, for as many rows as that kernel is made for; a prefill, with its many
-rows, goes through the layer's own `forward` and cuBLAS as before.
+A decoder layer of Qwen or Llama ends with `x + mlp(norm(x))`. The patch gives each layer a new `forward` that ends with
+one call of `fused_swiglu_mlp` instead, if there are few enough rows for that kernel. A prefill has many rows and still
+goes through the layer's original `forward` and cuBLAS.
 
-The kernel wants gate and up in one matrix. Both together are two thirds of an MLP's weights, so there must not be a
-second copy: the patch packs them and makes the old parameters views of the packed matrix, one layer at a time.
+The kernel needs gate and up in one matrix. Together they are two thirds of an MLP's weights, so there must not be a
+second copy: the patch packs them, one layer at a time, and makes the old parameters views of the packed matrix.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor, nn
 
 from stage_c_fused_mlp.fused_mlp import load_operators, most_rows
 
-Layer = Any  # a decoder layer of transformers, or its MLP: what these modules hold has no static type
+Layer = Any  # a decoder layer of transformers, or its MLP: the attributes of these modules have no static type
 
 
 class PatchError(ValueError):
-    """The model's MLP is not of the kind that the kernel computes; the message names the layer and the difference."""
+    """The kernel cannot compute the model's kind of MLP; the message names the layer and the difference."""
 
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What a patch did.
+    """The result of a patch.
 
     Attributes:
-        layers: how many were patched.
+        layers: the number of patched layers.
         bytes_before, bytes_after: of the model's parameters; storage that two parameters share counts once.
     """
 
@@ -49,7 +49,7 @@ class PatchReport:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of the storage under all parameters and buffers, each storage once."""
+    """Return the bytes of the storage of all parameters and buffers, counting each storage once."""
     tensors = [*model.parameters(), *model.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
@@ -62,10 +62,10 @@ def replace_mlp_in_qwen(model: nn.Module, kernel: str = "auto") -> PatchReport:
 
     Args:
         model: a causal language model, float32, float16 or bfloat16, on one device. Inference only: no gradients.
-        kernel: of `fused_swiglu_mlp`.
+        kernel: as in `fused_swiglu_mlp`.
 
     Raises:
-        PatchError: a block is not the gated kind, or the model is patched already.
+        PatchError: an MLP block has no gate, or the model is patched already.
         ExtensionError: the extension cannot be built, or has no CUDA part and the model is on a GPU.
     """
     layers = list(_layers(model))
@@ -84,7 +84,7 @@ def replace_mlp_in_qwen(model: nn.Module, kernel: str = "auto") -> PatchReport:
 
 
 def restore_mlp(model: nn.Module) -> None:
-    """Undo `replace_mlp_in_qwen`: every layer has its own `forward` and separate gate and up weights again.
+    """Undo `replace_mlp_in_qwen`: restore every layer's original `forward` and separate gate and up weights.
 
     Raises:
         PatchError: the model is not patched.
@@ -94,7 +94,7 @@ def restore_mlp(model: nn.Module) -> None:
         if not _is_patched(layer):
             raise PatchError(f"layer {index} is not patched, so there is nothing to restore")
     for layer in layers:
-        del layer.forward  # the class's own comes to light
+        del layer.forward  # uncovers the method of the class
         del layer.mlp.gate_up_proj, layer.mlp.kernel, layer.mlp.most_rows
         for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
             linear.weight.data = linear.weight.data.clone()
@@ -146,21 +146,21 @@ def _pack(mlp: Layer) -> None:
     """Give the MLP `gate_up_proj`, `[2 * intermediate, hidden]`; gate and up become its halves."""
     packed = torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data])
     mlp.gate_proj.weight.data, mlp.up_proj.weight.data = packed.chunk(2)
-    # A buffer, so that a CUDA graph of torch.compile knows that it stays; not in the state_dict, which has both halves.
+    # A buffer, so that torch.compile's CUDA graphs know that it stays; not in the state_dict, which has both halves.
     mlp.register_buffer("gate_up_proj", packed, persistent=False)
 
 
 def aligned(weight: Tensor) -> Tensor:
-    """Return the weight itself, or a copy of it if its memory does not start at a multiple of 16 bytes.
+    """Return the weight itself, or a copy if its memory does not start at a multiple of 16 bytes.
 
-    The kernels read 16 bytes at a time. PyTorch allocates memory aligned, but a weight that transformers reads from a
-    safetensors file on a CPU stays where it is in the mapped file, and files may place it at any byte.
+    The kernels read 16 bytes at a time. PyTorch allocates aligned memory, but on a CPU a weight from a safetensors file
+    stays in the mapped file, where it may start at any byte.
     """
     return weight if weight.data_ptr() % 16 == 0 else weight.clone()
 
 
 def _fused_forward(layer: Layer, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a layer: attention as ever, then the fused block. `[batch, tokens, hidden]` -> the same shape."""
+    """Run a layer: unchanged attention, then the fused block. `[batch, tokens, hidden]` -> the same shape."""
     batch, tokens, hidden = hidden_states.shape
     if batch * tokens > layer.mlp.most_rows:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)

@@ -1,6 +1,6 @@
 """What this machine can compile: a C++ compiler, ninja, nvcc, and the GPUs to compile for.
 
-Every function looks and compiles nothing. What is missing is said in one line, with the remedy.
+The functions only look and compile nothing. Messages say in one line what is missing and how to get it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ExtensionError(OSError):
 
 
 def why_no_compiler() -> str:
-    """Return the reason why there is no C++ compiler, and the remedy; empty if there is one that starts."""
+    """Return why there is no C++ compiler and how to get one; empty if there is one that starts."""
     named = os.environ.get("CXX", "")
     if not named and shutil.which("c++") is None:
         return "there is no c++ here; install one, for example with `apt-get install build-essential`"
@@ -35,14 +35,14 @@ def why_no_compiler() -> str:
 
 
 def path_with_ninja() -> str:
-    """PATH with this Python's scripts at its end: `pip install ninja` puts it there, in an inactive environment too."""
+    """Return PATH plus this Python's scripts folder, where `pip install ninja` puts it even if it is not active."""
     paths = os.environ.get("PATH", "").split(os.pathsep)
     scripts = str(Path(sys.executable).parent)
     return os.pathsep.join(paths if scripts in paths else [*paths, scripts])
 
 
 def why_no_cuda() -> str:
-    """Return the reason why CUDA sources cannot be compiled, and the remedy; empty if they can."""
+    """Return why CUDA sources cannot be compiled and what to do; empty if they can."""
     from torch.utils.cpp_extension import CUDA_HOME  # slow to import, and looks for the toolkit
 
     if torch.version.cuda is None:
@@ -55,7 +55,7 @@ def why_no_cuda() -> str:
 
 
 def architectures_here() -> tuple[str, ...]:
-    """From TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), or else of the GPUs that are here."""
+    """Return the architectures in TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), or else of this machine's GPUs."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     if listed:
         return tuple(listed.replace(";", " ").split())
@@ -71,13 +71,13 @@ def _parse(architecture: str) -> re.Match[str]:
 
 
 def capability_of(architecture: str) -> tuple[int, int]:
-    """`(9, 0)` of `9.0`, `9.0a` or `9.0+PTX`."""
+    """Return the numbers of an architecture: `(9, 0)` for `9.0`, `9.0a` or `9.0+PTX`."""
     major, minor = _parse(architecture).group(1, 2)
     return int(major), int(minor)
 
 
 def gencode(architectures: tuple[str, ...]) -> list[str]:
-    """nvcc's options for a list of compute capabilities such as `9.0`, `9.0a` and `9.0+PTX`."""
+    """Return nvcc's options for a list of compute capabilities such as `9.0`, `9.0a` and `9.0+PTX`."""
     flags = []
     for architecture in architectures:
         match = _parse(architecture)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def idea(llm: LLM, metrics: Metrics) -> str:
-    """Say how many blocks the answer needed."""
+    """Describe how many blocks the answer needed."""
     last = metrics["num_prompt_tokens"] + metrics["num_generated_tokens"] - 1
     size, pool = llm.block_manager.block_size, llm.block_manager.num_blocks
-    used = tr("{last} positions in {used} of {pool} blocks of {size}, and nothing reserved for what never comes")
+    used = tr("{last} positions in {used} of {pool} blocks of {size}; nothing is reserved for tokens that never come")
     return used.format(last=last, used=-(-last // size), pool=pool, size=size)
 
 

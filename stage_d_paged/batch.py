@@ -1,8 +1,8 @@
-"""Sequences laid out for one step of the model: a flat batch.
+"""Lay sequences out for one step of the model, as a flat batch.
 
-`[A A A A A B B C]`: five tokens of A's prefill, two of B's, the one new token of C. For each token the batch says which
-position it has (for the rotary embedding) and which slot of the pool its K and V go to; for each sequence, where its
-tokens begin, how many keys the last of them sees, and which blocks contain these.
+`[A A A A A B B C]` has five tokens of A's prefill, two of B's, and the one new token of C. For each token the batch has
+its position (for the rotary embedding) and the slot of the pool for its K and V. For each sequence it has the start of
+its tokens, the number of keys that its last token sees, and the blocks that contain these keys.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class FlatBatch:
 
     input_ids: Tensor  # [tokens], int64
     positions: Tensor  # [tokens], int64
-    last_rows: Tensor  # [sequences with no tokens left to run], int64: the row of each one's last, to sample from
+    last_rows: Tensor  # int64 [sequences with no tokens left to run]: the row of each one's last token, to sample from
     metadata: AttentionMetadata
 
 
 def flat_batch(chunks: Iterable[Chunk], block_size: int, device: torch.device) -> FlatBatch:
-    """Lay the chunks out one after another. Their blocks must have been allocated.
+    """Lay the chunks out one after another. Their blocks must be allocated already.
 
     A finished sequence is a padding row: one token that sees no key and writes none.
     """
@@ -82,11 +82,12 @@ def flat_batch(chunks: Iterable[Chunk], block_size: int, device: torch.device) -
 
 
 def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device in one transfer; returns a tensor for each, of the same shape and dtype.
+    """Copy arrays to the device in one transfer; return a tensor of the same shape and dtype for each.
 
-    Launching a copy to a GPU costs the CPU about as much for eight bytes as for a thousand. So the arrays are laid side
-    by side in one buffer and the tensors are views of its copy. The buffer is pinned, for the CPU to go on meanwhile.
-    Each array starts at a multiple of 16 bytes: Triton compiles another variant of a kernel for one that does not.
+    Launching a copy to a GPU costs the CPU about as much for eight bytes as for a thousand. So the arrays are put into
+    one buffer, and the tensors are views of its copy. The buffer is pinned, so that the CPU can continue during the
+    copy. Each array starts at a multiple of 16 bytes, because Triton compiles another variant of a kernel for other
+    addresses.
     """
     arrays = [np.ascontiguousarray(array) for array in arrays]
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
@@ -106,9 +107,9 @@ def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def largest_step(num_tokens: int, max_len: int, block_size: int, device: torch.device) -> FlatBatch:
-    """Make a prefill of `num_tokens` in sequences of `max_len`, to measure memory before there is a pool.
+    """Make a prefill of `num_tokens` in sequences of `max_len`, to measure its memory before the pool exists.
 
-    All of it lives in block 0, so that a pool of one block is enough: the numbers are nonsense, the sizes are real.
+    All tokens use block 0, so that a pool of one block is enough: the results are nonsense, but the sizes are real.
     """
     lengths = [max_len] * (num_tokens // max_len) + ([num_tokens % max_len] if num_tokens % max_len else [])
     positions = torch.cat([torch.arange(length) for length in lengths])

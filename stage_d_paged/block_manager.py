@@ -1,21 +1,23 @@
 """The block allocator: which block of the pool holds which tokens of which sequence.
 
-A reservation of `max_model_len` per request wastes most of it, because the length of an answer is not known before its
-end. Blocks avoid that, like the pages of virtual memory (PagedAttention, Kwon et al. 2023, arXiv:2309.06180): the pool
-is cut into blocks of `block_size` tokens; a sequence takes one when it needs it, and its *block table* lists them.
+A reservation of `max_model_len` per request wastes most of its memory, because the length of an answer is not known in
+advance. Blocks avoid that, like the pages of virtual memory (PagedAttention, Kwon et al. 2023, arXiv:2309.06180): the
+pool is divided into blocks of `block_size` tokens; a sequence takes a block when it needs one, and its *block table*
+lists them.
 
 Blocks can also be shared. The keys and values of a token depend on that token and on everything before it, so a full
 block is identified by *its whole prefix*. Each full block is entered in an index under a chained hash,
 
     key(block i) = xxh64(key(block i - 1) + bytes of the block's token ids),
 
-and a new sequence walks its own chain through the index, taking every block it finds. A hash is only a hint: an entry
-counts as found when its token bytes are equal and its parent is the very entry found one step before, which by
-induction compares the whole prefix.
+and a new sequence follows its chain of keys through the index and takes every block that it finds. A hash is only a
+hint: an entry counts as found if its token bytes are equal and its parent is the entry found one step before. By
+induction this compares the whole prefix.
 
-A block whose last user is gone keeps its content and joins the free list; it can still be found until it is handed out
-again. Blocks are handed out in the order they were freed (least recently freed first), a sequence's last block before
-its first, so that a prefix outlives its continuations; blocks with no indexed content go first: they lose nothing.
+A block without users keeps its content and joins the free list; it can still be found until it is handed out again.
+Blocks are handed out in the order in which they were freed (least recently freed first), and a sequence frees its last
+block first, so that a prefix outlives its continuations. Blocks without indexed content are handed out before all
+others, because that loses nothing.
 
 No tensor is touched here: a block is a number. Cost: O(1) for a token that fits in its block, O(new blocks) otherwise.
 """
@@ -38,7 +40,7 @@ class CachedBlock:
     parent: CachedBlock | None  # the entry of the block before it; None for a first block
     key: int  # chained hash
     tokens: bytes
-    blocks: list[int] = field(default_factory=list)  # usually one; more when twins were computed side by side
+    blocks: list[int] = field(default_factory=list)  # usually one; more if equal blocks were computed at the same time
 
 
 def block_key(parent_key: int, tokens: bytes) -> int:
@@ -49,7 +51,7 @@ def block_key(parent_key: int, tokens: bytes) -> int:
 class BlockManager:
     """Hands out, shares, counts and takes back the `num_blocks` blocks of a pool.
 
-    Every operation either happens completely or leaves everything as it was; `free + used == num_blocks` always.
+    Every operation either succeeds completely or changes nothing; `free + used == num_blocks` always holds.
 
     Args:
         num_blocks: blocks in the pool.
@@ -57,7 +59,7 @@ class BlockManager:
         enable_prefix_caching: whether sequences may share the blocks of equal prefixes.
 
     Raises:
-        ValueError: a pool without a block, or a block without a token.
+        ValueError: `num_blocks` or `block_size` is below 1.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -81,7 +83,7 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the whole pool holds."""
+        """Number of tokens that the whole pool can hold."""
         return self.num_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -89,7 +91,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def check_prompt(self, num_tokens: int) -> None:
-        """Raise `ValueError` for a prompt that the whole pool could not hold."""
+        """Raise `ValueError` for a prompt that is too long even for the whole pool."""
         if num_tokens > self.capacity:
             raise ValueError(
                 f"{num_tokens} tokens take {self.blocks_for(num_tokens)} blocks of {self.block_size} tokens, and the "
@@ -102,9 +104,9 @@ class BlockManager:
     def allocate(self, sequence: Sequence, num_tokens: int, watermark: int = 0) -> bool:
         """Give `sequence` the blocks for its first `num_tokens` tokens; False, and no change, if there are too few.
 
-        A sequence that has no block yet first shares what the prefix cache holds of it, which sets its
-        `num_computed_tokens` (and `num_cached_tokens`, if it is new). `watermark` blocks must stay
-        free afterwards: a scheduler uses it when it admits a sequence, so that those already running can still grow.
+        A sequence without blocks first takes its cached prefix from the prefix cache, which sets its
+        `num_computed_tokens` (and `num_cached_tokens`, if it is new). At least `watermark` blocks stay free afterwards:
+        a scheduler uses this when it admits a sequence, so that running sequences can still grow.
         """
         table = sequence.block_table
         missing = self.blocks_for(num_tokens) - len(table)
@@ -129,11 +131,11 @@ class BlockManager:
         return True
 
     def append(self, sequence: Sequence) -> bool:
-        """Make room for the sequence's last token (the one just sampled). At a block's edge this takes a new block."""
+        """Reserve a slot for the sequence's last token (just sampled); take a new block if the last block is full."""
         return self.allocate(sequence, len(sequence))
 
     def free(self, sequence: Sequence) -> None:
-        """Return all of a sequence's blocks (finish, abort, preemption, error). A second call returns nothing more."""
+        """Take back all blocks of a sequence (finish, abort, preemption, error). A second call does nothing."""
         table, sequence.block_table = sequence.block_table, []
         sequence.num_computed_tokens = sequence.num_indexed_blocks = 0
         for block in reversed(table):
@@ -152,7 +154,7 @@ class BlockManager:
     # ---- prefix cache ------------------------------------------------------------------------------------------
 
     def is_cached(self, block: int) -> bool:
-        """Tell whether a block can be found by its content, that of a running sequence or of one that has ended."""
+        """Return whether the index has this block, written by a running sequence or by one that has ended."""
         return self._contents[block] is not None
 
     def count_cached_tokens(self, sequence: Sequence) -> int:
@@ -160,15 +162,15 @@ class BlockManager:
         return len(self._find_cached(sequence)) * self.block_size
 
     def index_computed(self, sequence: Sequence) -> None:
-        """Enter the blocks filled up to `sequence.num_computed_tokens` into the prefix cache.
+        """Add the blocks filled up to `sequence.num_computed_tokens` to the prefix cache.
 
-        Call it when a step that computes them is about to run: others in the *same* step may then share them, because
-        in every layer a step stores all its K and V before it reads any. If the step fails, the index is wrong about
-        blocks that were not written: an engine then starts again with a new, empty `BlockManager`.
+        Call it just before the step that computes them: other sequences in the *same* step may then share them, because
+        in every layer a step stores all its K and V before it reads any. If the step fails, the index contains blocks
+        that were not written: an engine then starts again with a new, empty `BlockManager`.
         """
         if not self.enable_prefix_caching:
             return
-        known = min(sequence.num_computed_tokens, len(sequence.token_ids))  # a key is made of tokens that are known
+        known = min(sequence.num_computed_tokens, len(sequence.token_ids))  # a key needs known tokens
         first, end = sequence.num_indexed_blocks, known // self.block_size
         parent = self._contents[sequence.block_table[first - 1]] if first else None
         for i in range(first, end):
@@ -182,7 +184,7 @@ class BlockManager:
             sequence.num_indexed_blocks = i + 1
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
-        """Find the blocks of the longest cached prefix. The last token is left out: it must run for its logits."""
+        """Return the blocks of the longest cached prefix. The last token is left out: it must run for its logits."""
         blocks: list[int] = []
         if not self.enable_prefix_caching:
             return blocks
@@ -202,7 +204,7 @@ class BlockManager:
         return None
 
     def _key_and_tokens(self, sequence: Sequence, i: int) -> tuple[int, bytes]:
-        """Return key and packed tokens of block `i`, which is full and will not change: computed once per sequence."""
+        """Return the key and the packed tokens of the full block `i`, computed once per sequence."""
         keys = sequence.block_keys
         if len(keys) <= i:
             key = keys[-1][0] if keys else 0
@@ -215,7 +217,7 @@ class BlockManager:
         return keys[i]
 
     def _forget(self, block: int) -> None:
-        """Unlink a block from the index. A twin that holds the same content stays findable."""
+        """Remove a block from the index. Another block with the same content stays in it."""
         entry, self._contents[block] = self._contents[block], None
         if entry is None:
             return
@@ -229,7 +231,7 @@ class BlockManager:
     # ---- self-check --------------------------------------------------------------------------------------------
 
     def check_invariants(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Raise `RuntimeError` if the counts are inconsistent. `sequences`: all that hold blocks, to check counts."""
+        """Raise `RuntimeError` if the counts are inconsistent; `sequences` must be all that hold blocks."""
         wrong = [
             f"block {block} has {count} users but {'is' if block in self._free else 'is not'} free"
             for block, count in enumerate(self._ref_counts)

@@ -1,10 +1,10 @@
 """The numbers that define a decoder, read from a Hugging Face `config.json`.
 
 Qwen2, Qwen3, Llama, Mistral and Gemma 3 are one architecture with a few switches: Qwen2 adds a bias to the Q, K and V
-projections, Qwen3 normalises every query and key head, Gemma 3 normalises what a layer adds as well. What may differ
-from layer to layer, how far back a layer sees and how it turns its heads, is a row of a table (`layers`). Stage A has
-refused other architectures and impossible sizes; what only a model of one's own can lack is refused here by name:
-computing something else in silence would give fluent nonsense.
+projections, Qwen3 normalises every query and key head, Gemma 3 also normalises what a layer adds. Two things may differ
+from layer to layer, how far back a layer sees and how it rotates its heads; each layer has a row in a table (`layers`).
+Stage A has already rejected other architectures and impossible sizes. Features that only this model lacks are rejected
+here by name, because ignoring them would give fluent nonsense.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.layers import ACTIVATIONS
 from stage_d_paged.rope import SCALINGS, Rope
 
-# What a config may ask for, by the architectures whose models heed it in transformers.
+# Options of a config, with the architectures whose transformers models use them.
 HAS_ATTENTION_BIAS, HAS_MLP_BIAS = ("llama", "qwen3", "gemma3_text"), ("llama",)
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer of a model may have different from another."""
+    """The properties in which the layers of one model may differ."""
 
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
     rope: Rope = Rope()
@@ -46,7 +46,7 @@ class ModelConfig:
     qkv_bias: bool  # Qwen2
     qk_norm: bool  # Qwen3, Gemma 3
     tie_word_embeddings: bool
-    output_bias: bool = False  # of the attention: `attention_bias`, which is for Q, K and V too
+    output_bias: bool = False  # of the attention: `attention_bias`, which also applies to Q, K and V
     mlp_bias: bool = False
     activation: str = "silu"
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
@@ -59,7 +59,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: PretrainedConfig) -> ModelConfig:
-        """Translate a Hugging Face config; `ModelError` names what is not supported."""
+        """Convert a Hugging Face config; `ModelError` names an unsupported feature."""
         check_config(config)
         heads, is_gemma = config.num_attention_heads, config.model_type == "gemma3_text"
         attention_bias = config.model_type in HAS_ATTENTION_BIAS and bool(config.attention_bias)
@@ -90,7 +90,7 @@ class ModelConfig:
 
     @property
     def beyond_kernels(self) -> str:
-        """Name what this model has that kernels of a whole layer or MLP do not compute; "" if there is nothing."""
+        """Features of this model that kernels for a whole layer or MLP do not compute; "" if there are none."""
         found = {
             "four norms per layer": self.is_gemma,
             "a bias behind attention": self.output_bias,
@@ -101,7 +101,7 @@ class ModelConfig:
 
 
 def _rope(rope: dict) -> Rope:
-    """Read base and scaling of the rotary embedding. transformers 5 keeps both in `rope_parameters`."""
+    """Read the base and the scaling of the rotary embedding. transformers 5 keeps both in `rope_parameters`."""
     rope_type = rope.get("rope_type", "default")
     check_rope_type(rope_type, SCALINGS)  # stages A to C know one more
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

@@ -1,9 +1,9 @@
-"""The engine of a static batch: as many requests as fit run together, step by step, until the last of them is done.
+"""The static-batch engine: as many requests as fit run together, step by step, until the last one is done.
 
     queue -> batch -> [prefill step] ... [decode step] ... -> the next batch
 
-A step runs the next tokens of the prompts, at most `max_num_batched_tokens`, or, when all prompts have been run, one
-token of every sequence. A sequence that has finished keeps its row as padding until the batch ends.
+A step runs the next tokens of the prompts, at most `max_num_batched_tokens`. When all prompts have been run, a step
+runs one token of every sequence. A sequence that has finished keeps its row as padding until the batch ends.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ News = list[tuple[Sequence, str]]  # sequences that got a token, each with its n
 class StaticEngine:
     """Runs requests in static batches.
 
-    An error of the sampler, or in the text of a request, ends the requests that it is about. Any other error during a
-    step costs recomputation only: the next step starts again from the tokens known.
+    An error of the sampler, or in the text of a request, ends the affected requests. After any other error during a
+    step, the next step starts again from the known tokens, so that it only costs recomputation.
 
     Args:
         runtime, kv_cache: the model, and the pool of blocks that it writes to.
         options: the limits of a batch and of a step.
 
     Attributes:
-        waiting: requests that no batch has taken yet, in order.
+        waiting: requests that are not in a batch yet, in order.
     """
 
     def __init__(self, runtime: Runtime, kv_cache: KVCache, options: EngineOptions) -> None:
         self.waiting: deque[Sequence] = deque()
-        self._last_batch: list[tuple[int, list[int]]] = []  # what it held when it ended: tokens, and their blocks
+        self._last_batch: list[tuple[int, list[int]]] = []  # number of tokens and blocks of each sequence when it ended
         self._runtime = runtime
         self._kv_cache = kv_cache
         self._options = options
         self._batch: list[Sequence] = []
         self._sampler = self._sampler_of([])
-        self._to_prefill: deque[Sequence] = deque()  # those of the batch whose prompts have not been run
+        self._to_prefill: deque[Sequence] = deque()  # sequences of the batch whose prompts have not been run
         self._midway = False  # a step has begun and not ended
         self._empty_the_pool()
 
@@ -59,22 +59,22 @@ class StaticEngine:
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """All that wait or run, in order."""
+        """All waiting or running sequences, in order."""
         running = [sequence for sequence in self._batch if not sequence.is_finished]
         return list(dict.fromkeys([*running, *self.waiting]))
 
     @property
     def memory(self) -> MemoryReport | None:
-        """What the last batch held in blocks when it ended, next to contiguous reservations."""
+        """Memory that the last batch held in blocks when it ended, compared with contiguous reservations."""
         if not self._last_batch:
             return None
         runtime = self._runtime
         return memory_report(self._last_batch, runtime.block_size, runtime.max_model_len, runtime.bytes_per_token)
 
     def drop(self, sequences: Iterable[Sequence]) -> None:
-        """Forget requests that are not done. Others of their batch start again from the tokens that they have.
+        """Forget unfinished requests. The others of their batch start again from their known tokens.
 
-        A batch in which none is left gives its blocks back.
+        If no request of the batch is left, the batch gives its blocks back.
         """
         gone = set(sequences)
         is_certain = not (gone or self._midway)
@@ -87,7 +87,7 @@ class StaticEngine:
             self._restart([sequence for sequence in self.unfinished if sequence not in gone])
 
     def _restart(self, sequences: list[Sequence]) -> None:
-        """Start again with an empty pool: it is not known what the interrupted step has written."""
+        """Start again with an empty pool, because it is unknown what the interrupted step has written."""
         self._empty_the_pool()
         for sequence in sequences:
             sequence.completion.replay()
@@ -103,14 +103,14 @@ class StaticEngine:
         """Run one step.
 
         Returns:
-            the sequences that got a token, and the step's number of tokens: of prompts, or minus those decoded.
+            the sequences that got a token, and the step's number of tokens: prompt tokens, or minus the decoded ones.
 
         Raises:
-            Exception: what interrupted the step.
+            Exception: the error that interrupted the step.
         """
         if self._midway:
             self._restart(self.unfinished)
-            if not self.waiting:  # the step that broke off had brought every last token
+            if not self.waiting:  # the interrupted step had already produced every last token
                 return [], 0
         self._midway = True
         if not self._batch:
@@ -122,14 +122,14 @@ class StaticEngine:
         return news, num_tokens
 
     def _next_batch(self) -> None:
-        """Take requests, in order, as long as the pool holds all of them to their full lengths."""
+        """Take requests, in order, as long as the pool can hold all of them at their full lengths."""
         room = self.block_manager.num_blocks
         most = min(self._options.max_num_seqs, self._options.max_num_batched_tokens)  # one token each in a decode step
         batch: list[Sequence] = []
         for sequence in self.waiting:
             # The last token generated is never run, so its K and V take no slot.
             room -= self.block_manager.blocks_for(sequence.max_total_tokens - 1)
-            # One sampling_fn chooses the tokens of a whole batch.
+            # All requests of a batch have the same sampling_fn.
             alike = not batch or sequence.request.sampling_fn is batch[0].request.sampling_fn
             if room < 0 or len(batch) == most or not alike:
                 break
@@ -141,7 +141,7 @@ class StaticEngine:
             self.waiting.popleft()
 
     def _sampler_of(self, batch: list[Sequence]) -> BatchSampler:
-        """Make the sampler of a batch. What its rows ask for stays the same until the batch ends."""
+        """Make the sampler of a batch. The parameters of its rows stay the same until the batch ends."""
         runtime = self._runtime
         num_penalised = len(batch) if any(s.request.params.needs_penalties for s in batch) else 0
         vocab_size = runtime.config.vocab_size
@@ -158,13 +158,13 @@ class StaticEngine:
         self._batch = []
 
     def _prefill(self) -> tuple[News, int]:
-        """Run the next `max_num_batched_tokens` prompt tokens, first come first served."""
+        """Run the next prompt tokens, at most `max_num_batched_tokens`, in the order of arrival."""
         chunks: list[Chunk] = []
         budget = self._options.max_num_batched_tokens
         while budget and self._to_prefill:
             sequence = self._to_prefill[0]
             if not sequence.block_table:
-                self.block_manager.allocate(sequence, len(sequence))  # there are enough: the batch was chosen so
+                self.block_manager.allocate(sequence, len(sequence))  # always succeeds: the batch fits into the pool
                 sequence.first_scheduled_time = sequence.first_scheduled_time or time.perf_counter()
             chunks.append(self._chunk(sequence, min(budget, sequence.num_uncomputed_tokens)))
             budget -= chunks[-1].count
@@ -180,7 +180,7 @@ class StaticEngine:
         return self._run([self._chunk(sequence, 1) for sequence in self._batch]), -len(live)
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        """Plan a sequence's next tokens. Sequences planned after it, even for the same step, can share its blocks."""
+        """Plan a sequence's next tokens. Sequences planned later, even for the same step, can share its blocks."""
         start = sequence.num_computed_tokens
         if not sequence.is_finished:
             sequence.num_computed_tokens += count
@@ -188,7 +188,7 @@ class StaticEngine:
         return Chunk(sequence, start, count)
 
     def _run(self, chunks: list[Chunk]) -> News:
-        """Run the planned tokens; a sequence that has no more to run gets its next token."""
+        """Run the planned tokens; a sequence whose tokens have all run gets its next token."""
         model = self._runtime.model
         batch = flat_batch(chunks, self._kv_cache.block_size, self._runtime.device)
         hidden = model(batch.input_ids, batch.positions, self._kv_cache, batch.metadata)  # [tokens, hidden]
@@ -196,7 +196,7 @@ class StaticEngine:
         return self._sample(hidden[batch.last_rows], ready) if ready else []
 
     def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> News:
-        """Give each sequence its next token, from the final state of its last: `[sequences, hidden]`."""
+        """Sample each sequence's next token from the final state of its last token, `[sequences, hidden]`."""
         logits = self._runtime.model.compute_logits(hidden).float()  # [sequences, vocab]
         row_of = {sequence: row for row, sequence in enumerate(self._batch)}
         rows = [row_of[sequence] for sequence in sequences]

@@ -1,4 +1,4 @@
-"""Stage C's operator in this model: the MLP blocks of small steps run as one operator instead of five kernels."""
+"""Use stage C's operator in this model: small steps run each MLP block as one operator instead of five kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stage_d_paged.options import EngineOptions
 def use_fused_mlp(model: DecoderModel, options: EngineOptions, device: torch.device) -> str:
     """Let `model` use the operator in steps of few tokens, if `options.fused_mlp` and the machine allow it.
 
-    Returns one line that says what was done. `auto` uses the operator on a GPU if it has been built; `on` builds it if
-    it has not; `off` does not use it.
+    Returns one line that says what was chosen. `auto` uses the operator on a GPU if it has been built; `on` builds it
+    if it has not; `off` does not use it.
 
     Raises:
         ExtensionError: `on`, and the operator cannot be built here.
-        ValueError: `on`, and the operator does not take the model's sizes.
+        ValueError: `on`, and the operator does not support the model's sizes.
     """
     choice = options.fused_mlp
     reason = "switched off" if choice == "off" else _why_not(model, device) if choice == "auto" else ""
@@ -41,7 +41,7 @@ def _why_unsupported(model: DecoderModel, device: torch.device) -> str:
 
 
 def _why_not(model: DecoderModel, device: torch.device) -> str:
-    """Return the reason not to use the operator; empty if there is none."""
+    """Return why not to use the operator; empty if there is no reason."""
     if device.type != "cuda":
         return "the fused operator is used on GPUs only, unless fused_mlp='on'"
     why = _why_unsupported(model, device)

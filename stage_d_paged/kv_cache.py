@@ -1,11 +1,12 @@
-"""The pool of blocks in device memory: how large it may be, its tensor, and what it saves.
+"""The pool of blocks in device memory: its size, its tensor, and the memory that it saves.
 
-All K and V of all sequences live in one tensor `[2, layers, blocks, block_size, kv_heads, head_dim]`, allocated once.
-A token's *slot* is `block_id * block_size + offset`; the same slot is used in every layer, so one block table serves
-the whole model.
+The K and V of all sequences are in one tensor `[2, layers, blocks, block_size, kv_heads, head_dim]`, allocated once. A
+token's *slot* is `block_id * block_size + offset`; the same slot is used in every layer, so one block table serves the
+whole model.
 
-How many blocks? On a GPU: what is left of this process's share after the weights and the activations of the largest
-step, which is measured by running one. On the CPU, where memory is shared with everything else: a modest fixed amount.
+How many blocks? On a GPU, the pool gets the rest of this process's share after the weights and the activations of the
+largest step, which are measured by running one. On the CPU, whose memory all programs share, the pool gets a modest
+fixed amount.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CPU_POOL_BYTES = 512 * 2**20
 
 
 class KVCache:
-    """The pool, zeroed.
+    """The pool of blocks, filled with zeros.
 
     Attributes:
         tensor: `[2, layers, blocks, block_size, kv_heads, head_dim]`, keys first, then values.
@@ -48,7 +49,7 @@ class KVCache:
                 f"{device} has {available / 2**30:.1f} GiB. Lower num_kvcache_blocks or kvcache_block_size, "
                 "or leave both out for the engine to choose"
             )
-        # Zeros, not empty: a kernel may load a block's unused tail and mask it, and NaN times a zero weight is NaN.
+        # Zeros, because a kernel may load a block's unused tail and mask it, and NaN times a zero weight is NaN.
         self.tensor = torch.zeros(
             2, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
         )
@@ -58,7 +59,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Count the bytes of one token's K and V in all layers."""
+        """Return the bytes of one token's K and V in all layers."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     @property
@@ -69,7 +70,7 @@ class KVCache:
 def available_memory(device: torch.device) -> int:
     """Return the bytes that a new tensor could take: a GPU's free memory, or all memory of the machine.
 
-    (A CPU's memory is given only when it is written to, and is shared with everything else.)
+    (A CPU's memory is assigned only when it is written, and all programs share it.)
     """
     if device.type == "cuda":
         return free_memory(device)
@@ -84,13 +85,13 @@ def cpu_num_blocks(block_bytes: int, block_size: int, max_model_len: int) -> int
 def cuda_num_blocks(
     block_bytes: int, gpu_memory_utilization: float, device: torch.device, run_largest_step: Callable[[], None]
 ) -> int:
-    """Count the blocks that fit on a GPU beside the weights (already loaded) and the largest step's activations.
+    """Return how many blocks fit on a GPU in addition to the weights (already loaded) and the largest activations.
 
-    `gpu_memory_utilization` is the share of the card that *this process* may use, whatever other processes hold:
+    `gpu_memory_utilization` is the share of the card that *this process* may use, regardless of other processes:
 
         pool = total * utilization - (weights + peak activations of this process)
 
-    Others' memory counts only where it is really in the way: the pool also fits in `utilization` of what is free now.
+    Other processes' memory counts only if it limits the pool: the pool also fits into `utilization` of the free memory.
     """
     gc.collect()
     torch.cuda.synchronize(device)
@@ -108,7 +109,7 @@ def cuda_num_blocks(
 
 
 def blocks_that_fit(budget: int, block_bytes: int, free: int, gpu_memory_utilization: float) -> int:
-    """Count the blocks in `budget` bytes; `MemoryError` with what to change if not even one fits."""
+    """Return how many blocks fit into `budget` bytes; `MemoryError` says what to change if not even one fits."""
     if budget < block_bytes:
         raise MemoryError(
             f"no room for a single block of KV cache: a block takes {block_bytes / 2**20:.2f} MiB, "
@@ -121,24 +122,24 @@ def blocks_that_fit(budget: int, block_bytes: int, free: int, gpu_memory_utiliza
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What some sequences hold in blocks, next to what a contiguous `max_model_len` each would have reserved."""
+    """Memory of some sequences in blocks, compared with contiguous reservations of `max_model_len` for each."""
 
     num_sequences: int
     block_size: int
     bytes_per_token: int
     tokens: int  # tokens of all sequences together; a shared token counts once for each
-    stored_tokens: int  # tokens really stored: a shared one counts once
+    stored_tokens: int  # stored tokens: a shared token counts once
     blocks: int  # distinct blocks in use
     reserved_tokens: int  # num_sequences * max_model_len: the contiguous reservation
 
     @property
     def block_waste(self) -> float:
-        """Share of the blocks' slots that holds nothing: the tails of last blocks."""
+        """Share of the blocks' slots that is empty: the tails of last blocks."""
         return 1 - self.stored_tokens / (self.blocks * self.block_size) if self.blocks else 0.0
 
     @property
     def reservation_waste(self) -> float:
-        """Share of a contiguous reservation that would hold nothing."""
+        """Share of a contiguous reservation that would be empty."""
         return 1 - self.tokens / self.reserved_tokens if self.reserved_tokens else 0.0
 
     @property
@@ -160,7 +161,7 @@ class MemoryReport:
 def memory_report(
     held: Iterable[tuple[int, list[int]]], block_size: int, max_model_len: int, bytes_per_token: int
 ) -> MemoryReport:
-    """Count what sequences hold. `held`: for each, its tokens whose K and V are stored, and its block table.
+    """Report the memory of sequences. `held` has the number of stored tokens and the block table of each sequence.
 
     Sequences without blocks are waiting and hold nothing.
     """
@@ -168,7 +169,7 @@ def memory_report(
     holders = [(num_tokens, table) for num_tokens, table in held if table]
     for num_tokens, table in holders:
         for i, block in enumerate(table):
-            filled[block] = min(block_size, max(0, num_tokens - i * block_size))  # a shared one is full for all
+            filled[block] = min(block_size, max(0, num_tokens - i * block_size))  # equal for all users of a block
     return MemoryReport(
         num_sequences=len(holders),
         block_size=block_size,

@@ -1,13 +1,13 @@
-"""The parts of a decoder, on flat batches: every tensor is `[tokens, …]`, with no batch dimension and no padding.
+"""The parts of a decoder, for flat batches: every tensor is `[tokens, …]`, with no batch dimension and no padding.
 
 Matrices that read the same input are packed into one, because one large product is faster than several small ones: Q, K
 and V become `qkv_proj`, gate and up become `gate_up_proj`. A linear records which rows belong to which matrix of the
-checkpoint and fills them in `load`. Where the output is added to the residual stream, the linear takes that along, so
+checkpoint and fills them in `load`. If its output is added to the residual stream, the linear does the addition too, so
 that product and sum are one kernel (`beta = 1` in the BLAS call `C = A B + beta C`).
 
-Norms and rotary tables are computed in float32 and then rounded to the model's dtype, as in `transformers`. One thing
-differs: `transformers` rounds a norm twice, before and after its weight, and `F.rms_norm` once. In bfloat16 that can
-change the last bit of an element.
+Norms and rotary tables are computed in float32 and then rounded to the model's dtype, as in `transformers`. There is
+one difference: `transformers` rounds a norm twice, before and after its weight, and `F.rms_norm` rounds once. In
+bfloat16 this can change the last bit of an element.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-# By the names that configs have for them, several for one formula; each makes a tensor of its own.
+# By their names in configs, several for one formula; each returns a new tensor.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(("silu", "swish"), F.silu),
     **dict.fromkeys(("gelu", "gelu_python"), F.gelu),
@@ -40,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Make an uninitialised weight that is never trained."""
+    """Make an uninitialised weight without gradient."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
 
@@ -60,7 +60,7 @@ class RMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Gemma's RMSNorm: the weight is `1 + w` of the stored `w`, and the product is rounded once, at its end."""
+    """Gemma's RMSNorm: the weight is `1 + w` for a stored `w`, and only the final product is rounded."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, eps, torch.float32, device)
@@ -74,13 +74,13 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class QKNorm(nn.Module):
-    """Qwen3: RMSNorm of every query and key head, over `head_dim`. One weight for queries, one for keys."""
+    """Qwen3's RMSNorm of every query and key head, over `head_dim`. One weight for queries, one for keys."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        # One row per head: queries and keys, which are adjacent in memory, are scaled by one product.
+        # One row per head: queries and keys are adjacent in memory, so one product scales both.
         self.weight = parameter(num_heads + num_kv_heads, head_dim, dtype=dtype, device=device)
         self.num_heads = num_heads
         self.eps = eps
@@ -95,7 +95,7 @@ class QKNorm(nn.Module):
 
 
 class OffsetQKNorm(QKNorm):
-    """Gemma 3's norm of heads, of weight `1 + w` as in `OffsetRMSNorm`."""
+    """Gemma 3's norm of heads, with weight `1 + w` as in `OffsetRMSNorm`."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, dtype: torch.dtype, device: torch.device
@@ -113,7 +113,7 @@ class OffsetQKNorm(QKNorm):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al., 2021): dimension pair (i, i + head_dim/2) turns by `position * freq_i`.
 
-    cos and sin of all positions up to `max_positions` are computed once; a step looks its positions up.
+    cos and sin of all positions up to `max_positions` are computed once; a step looks up its positions.
     """
 
     cos: Tensor
@@ -136,13 +136,13 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `[tokens, heads, head_dim]` by the angles of its positions."""
+    """Rotate heads `[tokens, heads, head_dim]` by the angles of their positions."""
     pairs = x.view(*x.shape[:-1], 2, -1)  # [tokens, heads, 2, head_dim / 2]
     return (pairs * cos).addcmul_(pairs.flip(-2), sin).view(x.shape)
 
 
 class Linear(nn.Module):
-    """`x Wᵀ (+ b)`, the rows of W being those of one or more checkpoint matrices, `parts`: name -> rows, in order."""
+    """`x Wᵀ (+ b)`, where W stacks the rows of the checkpoint's matrices in `parts`: name -> rows, in order."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], bias: bool, dtype: torch.dtype, device: torch.device
@@ -162,7 +162,7 @@ class Linear(nn.Module):
             start += rows
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply; with a `residual`, write its sum with the product over it."""
+        """Return the product; with a `residual`, add the product to it in place."""
         if residual is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is not None:
@@ -171,7 +171,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token id -> its row of the table; also the LM head (hidden -> a score for every token) where tied."""
+    """Maps a token id to its row of the table; if tied, also the LM head (hidden -> a score for every token)."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Embedding(nn.Module):
         weights.fill(self.weight, f"{prefix}.weight")
 
     def check_copy(self, weights: WeightLoader, prefix: str) -> None:
-        """Check that a table stored a second time, as the LM head of a tied checkpoint, has the same values."""
+        """Check that a table that is stored twice, e.g. as the tied LM head, has the same values in both places."""
         weights.check_equal(self.weight, f"{prefix}.weight")
 
     def forward(self, input_ids: Tensor) -> Tensor:

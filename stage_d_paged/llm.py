@@ -1,9 +1,9 @@
-"""The paged engine: our own model, many requests at once, their KV cache in blocks.
+"""The paged engine: a model from scratch, many requests at once, their KV cache in blocks.
 
     prompts -> token ids -> [prefill (flat batches) -> sample -> decode, all together -> ...] -> text
 
-The brackets are `engine.py`. Its batch is *static*: the requests are prefilled, then decoded together until the last of
-them is done. What that costs when answers differ in length is what the next stage is about.
+The part in brackets is in `engine.py`. Its batch is *static*: the requests are prefilled, then decoded together until
+the last one is done. The next stage removes the cost of this for answers of different lengths.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from stage_d_paged.engine import StaticEngine
 from stage_d_paged.kv_cache import MemoryReport
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import choose_num_blocks, load_runtime
-from stage_d_paged.scoring import score_prompts
+from stage_d_paged.scoring import Scoring
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.stepping import Stepping
 
 
 class LLM(Frontend):
-    """The model from scratch on a paged KV cache, decoding a static batch.
+    """A model written from scratch on a paged KV cache, which decodes a static batch.
 
     Args:
         model: `tutor`, a directory, a hub id, or `random:<preset>`.
         device, dtype, seed: as in stage A.
-        options: those of `EngineOptions`, by name.
+        options: the options of `EngineOptions`, by name.
 
     Raises:
         ModelError: the model cannot be loaded or is not supported.
@@ -67,17 +67,17 @@ class LLM(Frontend):
         self.max_model_len = self.runtime.max_model_len
         self.kv_cache = self.runtime.make_pool(choose_num_blocks(self.runtime, self.options))
         self.engine = StaticEngine(self.runtime, self.kv_cache, self.options)
-        self._stepping: Stepping | None = None  # made for the first request that is added
+        self._stepping: Stepping | None = None  # made by the first `add_request`
         self.build_time = time.perf_counter() - start
 
     @property
     def block_manager(self) -> BlockManager:
-        """Which sequence holds which block of the pool."""
+        """The block manager, which knows which sequence holds which block of the pool."""
         return self.engine.block_manager
 
     @property
     def memory(self) -> MemoryReport | None:
-        """What the last static batch held in blocks when it ended, next to contiguous reservations."""
+        """Memory that the last static batch held in blocks when it ended, compared with contiguous reservations."""
         return self.engine.memory
 
     def _request(self, *given: Any) -> Request:
@@ -105,28 +105,30 @@ class LLM(Frontend):
                         sequence.completion.tell(on_text, piece)
                         if bar is not None:
                             bar.update(sequence.is_finished)
-        finally:  # also after an error or Ctrl-C: no request of this call keeps a block
+        finally:  # also after an error or Ctrl-C, so that no request of this call keeps a block
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])
         return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
 
     def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
-        while True:
-            blocks = self.block_manager
-            scores = score_prompts([prompt_token_ids], count, self.runtime.model, self.kv_cache, blocks)
-            if scores is not None:
-                return scores[0]
-            self.engine.step()  # requests that were added hold the blocks
+        scoring = Scoring([prompt_token_ids], count, self.runtime.model, self.kv_cache)
+        try:
+            while not scoring.is_done:
+                if not scoring.step(self.block_manager):
+                    self.engine.step()  # requests from `add_request` hold the blocks
+        finally:
+            scoring.end(self.block_manager)
+        return scoring.scores[0]
 
     def _sequence(self, request: Request, text_at_end: bool = True) -> Sequence:
-        # The last token generated takes no slot, because none comes after it to read its K and V. A request that would
-        # outgrow the whole pool ends with "length" there.
+        # The last generated token takes no slot, because no later token reads its K and V. A request that would outgrow
+        # the whole pool ends there with "length".
         longest = min(self.max_model_len, self.block_manager.capacity + 1)
         return Sequence(Completion(request, self.tokenizer, self.eos_token_ids, longest, text_at_end))
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm.
+        """Queue one prompt for `step` to run, and return its id. Used with `step` and `is_finished`, as in nano-vllm.
 
-        While another thread's call runs it waits; from a callback of this thread's own call it does not.
+        It waits while a call of another thread runs, but not if it is called from a callback of this thread's call.
         """
         request = only_answer(self.requests([prompt], sampling_params))
         sequence = self._sequence(request)
@@ -138,17 +140,17 @@ class LLM(Frontend):
         """Run one step of the current static batch.
 
         Returns:
-            (id, generated token ids) of each request that finished, and the step's number of tokens: of prompts, or,
-            in a decode step, minus the number of sequences.
+            (id, generated token ids) of each finished request, and the step's number of tokens: prompt tokens, or minus
+            the number of sequences in a decode step.
 
         Raises:
-            Exception: what ended a request, or broke the step off; the others go on.
+            Exception: the error that ended a request or interrupted the step; other requests continue.
         """
         with self._one_call():
             return (self._stepping or Stepping(self.engine)).step()
 
     def is_finished(self) -> bool:
-        """Tell whether `step` has returned all requests that were added, or raised what ended them."""
+        """Return whether `step` has returned all added requests, or raised the errors that ended them."""
         return self._stepping is None or self._stepping.is_finished()
 
     def exit(self) -> None:

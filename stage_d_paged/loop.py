@@ -1,11 +1,11 @@
 """A KV cache in blocks: many sequences share one pool, and each takes memory when it has a token to put there.
 
-Nobody knows how long an answer gets. A cache in one piece, as in stages A to C, needs room for the longest, here 512
-tokens, and most of it stays empty. So the memory is cut into blocks of 16 tokens. A sequence takes another one when its
-last one is full, and its *block table* lists them. Where is token 21 of a sequence with the table [7, 2]? In block 2
-(21 // 16 is 1, and table[1] is 2) at offset 5 (21 % 16), which is slot 2 * 16 + 5 of the pool.
+The length of an answer is not known in advance. A contiguous cache, as in stages A to C, needs room for the longest,
+here 512 tokens, and most of it stays empty. So the memory is divided into blocks of 16 tokens. A sequence takes another
+block when its last one is full, and its *block table* lists them. Where is token 21 of a sequence with the table [7,
+2]? In block 2 (21 // 16 is 1, and table[1] is 2) at offset 5 (21 % 16), which is slot 2 * 16 + 5 of the pool.
 
-Below, five questions are answered side by side: in blocks of 512 tokens, which are reservations, and in blocks of 16.
+Below, five questions are answered in one batch: in blocks of 512 tokens, which are reservations, and in blocks of 16.
 """
 
 from collections import namedtuple
@@ -23,7 +23,7 @@ from stage_d_paged.weights import SafetensorsDirectory, WeightLoader
 
 LONGEST = 512  # tokens that a sequence may have, prompt and answer
 BLOCK_SIZE = 16  # tokens
-Step = namedtuple("Step", ["chunks", "slot_mapping"])  # what runs: [(sequence, positions), …], and each token's slot
+Step = namedtuple("Step", ["chunks", "slot_mapping"])  # chunks: [(sequence, positions), …]; a slot for each token
 
 
 class Sequence:
@@ -31,7 +31,7 @@ class Sequence:
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
-        self.num_computed = 0  # of these tokens, the first ones have their keys and values in the pool
+        self.num_computed = 0  # the first tokens, whose keys and values are in the pool
         self.block_table: list[int] = []
 
 
@@ -43,17 +43,17 @@ class Pool:
         self.layers = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
         self.num_blocks, self.block_size = num_blocks, block_size
         self.free = list(range(num_blocks))  # the blocks that no sequence holds
-        self.held: list[int] = []  # how many are held, in every step so far
+        self.held: list[int] = []  # number of held blocks in every step so far
 
 
 def take_blocks(pool: Pool, sequence: Sequence, num_tokens: int) -> None:
-    """Give a sequence the blocks that its first `num_tokens` tokens need and that it does not have yet."""
+    """Give a sequence the missing blocks for its first `num_tokens` tokens."""
     while len(sequence.block_table) * pool.block_size < num_tokens:
         sequence.block_table.append(pool.free.pop())
 
 
 def release(pool: Pool, sequence: Sequence) -> None:
-    """Take all blocks of a sequence back. Its keys and values are lost."""
+    """Take back all blocks of a sequence. Its keys and values are lost."""
     pool.free += sequence.block_table
     sequence.block_table, sequence.num_computed = [], 0
 
@@ -67,7 +67,7 @@ class PagedAttention:
         values.flatten(0, 1)[slot_mapping] = value
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float, window: int) -> Tensor:
-        """Let the queries of each sequence, `[tokens, heads, head_dim]`, see its keys up to their own (no windows)."""
+        """Attend with the queries `[tokens, heads, head_dim]` to their sequence's keys up to their own (no windows)."""
         outputs = []
         for (sequence, span), q in zip(step.chunks, query.split([len(span) for _, span in step.chunks]), strict=True):
             k, v = (cache[sequence.block_table].flatten(0, 1)[: span.stop].transpose(0, 1) for cache in (keys, values))
@@ -79,7 +79,7 @@ class PagedAttention:
 
 @torch.inference_mode()
 def run(model: DecoderModel, pool: Pool, chunks: list[tuple[Sequence, range]]) -> list[int]:
-    """Run these positions of the sequences, as one flat list of tokens; returns the best next token of each."""
+    """Run these positions of the sequences as one flat list of tokens; return the best next token of each."""
     tokens = [(sequence, position) for sequence, span in chunks for position in span]
     slots = [s.block_table[p // pool.block_size] * pool.block_size + p % pool.block_size for s, p in tokens]
     ids, positions = [sequence.ids[p] for sequence, p in tokens], [p for _, p in tokens]
@@ -92,7 +92,7 @@ def run(model: DecoderModel, pool: Pool, chunks: list[tuple[Sequence, range]]) -
 
 
 def generate(model: DecoderModel, pool: Pool, prompts: list[list[int]], eos_id: int) -> list[list[int]]:
-    """Answer all prompts side by side: one step for the prompts, then one per token of the longest answer."""
+    """Answer all prompts together: one step for the prompts, then one per token of the longest answer."""
     sequences = [Sequence(list(prompt)) for prompt in prompts]
     while running := [sequence for sequence in sequences if sequence.ids[-1] != eos_id and len(sequence.ids) < LONGEST]:
         for sequence in running:
@@ -106,7 +106,7 @@ def generate(model: DecoderModel, pool: Pool, prompts: list[list[int]], eos_id: 
 
 
 def load(attention: object, path: object = TUTOR_PATH) -> DecoderModel:
-    """Load the tutor into our own model (`model.py`), whose layers store and attend through the given object."""
+    """Load the tutor into this stage's model (`model.py`), whose layers store and attend with the given object."""
     config = ModelConfig.from_hf(AutoConfig.from_pretrained(path))
     model = DecoderModel(config, attention, LONGEST, torch.float32, torch.device("cpu"))
     model.load(WeightLoader(SafetensorsDirectory(path)))

@@ -1,13 +1,13 @@
 """The decoder: Qwen2, Qwen3, Llama, Mistral and Gemma 3, written out, on flat batches and a paged KV cache.
 
 A batch is the tokens of all its sequences, one after another: `input_ids [tokens]`, no batch dimension, no padding. The
-linears treat every token alone; only attention depends on the sequence of a token, and the `AttentionMetadata` that is
-passed along contains it. One layer, with the residual stream `x` running through:
+linears process every token separately; only attention depends on the sequence of a token, which the `AttentionMetadata`
+describes. One layer changes the residual stream `x` as follows:
 
     x = x + o_proj(attention(rotary(qkv_proj(norm(x)))))
     x = x + down_proj(silu(gate) * up),   gate, up = gate_up_proj(norm(x))
 
-Layers may differ in how far back they see and in how they turn their heads: rows of `ModelConfig.layers`.
+Layers may differ in how far back they see and in how they rotate their heads; see the rows of `ModelConfig.layers`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from stage_d_paged.layers import (
 )
 from stage_d_paged.weights import WeightLoader
 
-MakeLinear = Callable[[int, dict[str, int], bool, torch.dtype, torch.device], Any]  # a module that is as `Linear`
-MakeEmbedding = Callable[[int, int, torch.dtype, torch.device], Any]  # a module that is as `Embedding`
+MakeLinear = Callable[[int, dict[str, int], bool, torch.dtype, torch.device], Any]  # makes a module like `Linear`
+MakeEmbedding = Callable[[int, int, torch.dtype, torch.device], Any]  # makes a module like `Embedding`
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention whose keys and values live in the pool's blocks."""
+    """Grouped-query self-attention with its keys and values in the pool's blocks."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,  # [tokens, hidden], normalised
-        residual: Tensor | None,  # [tokens, hidden], overwritten by the sum; None: return what would be added
+        residual: Tensor | None,  # [tokens, hidden], overwritten by the sum; None: return only the addend
         rotation: tuple[Tensor, Tensor],
         layer_cache: tuple[Tensor, Tensor],  # each [blocks, block_size, kv_heads, head_dim]
         metadata: AttentionMetadata,
@@ -109,11 +109,11 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     norms = "input_layernorm", "post_attention_layernorm"
     make_norm: type[RMSNorm] = RMSNorm
-    rotary = 0  # which of the model's tables turn its heads
+    rotary = 0  # index of the model's rotary table for this layer
     input_layernorm: Any
     post_attention_layernorm: Any
 
@@ -131,7 +131,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, dtype, device, linear)
         for name in self.norms:
             setattr(self, name, self.make_norm(config.hidden_size, config.rms_norm_eps, dtype, device))
-        self.most_fused_rows = 0  # for up to this many tokens, stage C's operator does the norm and the MLP at once
+        self.most_fused_rows = 0  # for up to this many tokens, stage C's operator computes the norm and the MLP
 
     def load(self, weights: WeightLoader, prefix: str) -> None:
         for name in (*self.norms, "self_attn", "mlp"):
@@ -154,7 +154,7 @@ class DecoderLayer(nn.Module):
 
 
 class GemmaLayer(DecoderLayer):
-    """A layer of Gemma 3: what attention and MLP add to the residual stream is normalised too."""
+    """A layer of Gemma 3, which also normalises the outputs of attention and MLP."""
 
     norms = (
         "input_layernorm",
@@ -182,14 +182,14 @@ class DecoderModel(nn.Module):
     """A whole decoder. Its weights are uninitialised until `load`.
 
     Args:
-        config: its shape.
+        config: the shape of the model.
         backend: how attention reads the KV cache's blocks.
         max_model_len: positions that the rotary tables cover.
         dtype, device: of its weights.
-        linear, lm_head: make its matrices; called as the classes that are the defaults.
+        linear, lm_head: make its matrices; called like the default classes.
     """
 
-    # Modules that are called alike, but need not be of one class: later stages replace them.
+    # Modules with the same interface but maybe of another class: later stages replace them.
     embed_tokens: Any
     rotaries: Any
     layers: Any
@@ -210,7 +210,7 @@ class DecoderModel(nn.Module):
         self.config = config
         tied = config.tie_word_embeddings  # the table of tokens is the LM head
         self.embed_tokens = (lm_head if tied else Embedding)(config.vocab_size, config.hidden_size, dtype, device)
-        # As `embed_tokens` returns rows in `dtype`, so is the factor rounded to it.
+        # `embed_tokens` returns rows in `dtype`, so the factor is rounded to it too.
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
         ropes = list(dict.fromkeys(kind.rope for kind in config.layers))  # most models have one
         tables = (RotaryEmbedding(rope, config.head_dim, max_model_len, dtype, device) for rope in ropes)
@@ -224,7 +224,7 @@ class DecoderModel(nn.Module):
         self.lm_head = self.embed_tokens if tied else lm_head(config.vocab_size, config.hidden_size, dtype, device)
 
     def load(self, weights: WeightLoader) -> None:
-        """Fill all weights; `ModelError` names one that is missing, left over, or of the wrong shape."""
+        """Fill all weights; `ModelError` names a weight that is missing, left over, or of the wrong shape."""
         self.embed_tokens.load(weights, "model.embed_tokens")
         for i, layer in enumerate(self.layers):
             layer.load(weights, f"model.layers.{i}")
@@ -242,7 +242,7 @@ class DecoderModel(nn.Module):
         kv_cache: KVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Run all layers, writing the tokens' K and V into the pool; returns the final states `[tokens, hidden]`."""
+        """Run all layers, write the tokens' K and V into the pool, and return the final states `[tokens, hidden]`."""
         x = self.embed_tokens(input_ids)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -252,5 +252,5 @@ class DecoderModel(nn.Module):
         return self.norm(x)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Score the next token: `[rows, hidden]` -> logits `[rows, vocab]`, in the model's dtype, or into `out`."""
+        """Compute the next token's logits: `[rows, hidden]` -> `[rows, vocab]`, in the model's dtype, or into `out`."""
         return self.lm_head.logits(hidden, out)

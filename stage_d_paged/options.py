@@ -1,4 +1,4 @@
-"""The engine's options: their names, defaults and limits, written down once for this stage and those after it.
+"""The engine's options: their names, defaults and limits, for this stage and all later ones.
 
 Names, meanings and defaults are nano-vllm's (https://github.com/GeeeekExplorer/nano-vllm), so that a script written for
 it runs here after changing its import line.
@@ -19,17 +19,17 @@ OTHER_NAMES = {"use_cuda_graph": "CUDA graphs are on where there are any, and en
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of `LLM` from stage D on; an unknown one is a `TypeError`, one out of range a `ValueError`.
+    """Options of `LLM` from stage D on; an unknown option raises `TypeError`, one out of range `ValueError`.
 
     Attributes:
         max_num_batched_tokens: tokens in one step.
-        max_num_seqs: requests that are worked on together.
-        max_model_len: prompt and answer together; lowered to what the model has positions for.
+        max_num_seqs: requests that run together.
+        max_model_len: tokens of prompt and answer together; lowered to the model's number of positions.
         gpu_memory_utilization: the share of the GPU's memory that this process may use.
-        tensor_parallel_size: number of GPUs; more than one is stage F's subject.
-        enforce_eager: run without CUDA graphs. There are none before stage F, so that both values are honoured here.
-        kvcache_block_size: tokens in a block; None takes what the attention backend prefers.
-        num_kvcache_blocks: blocks in the pool; -1 takes what fits on a GPU, and 512 MiB on the CPU.
+        tensor_parallel_size: number of GPUs; only stage F supports more than one.
+        enforce_eager: run without CUDA graphs. There are none before stage F, so both values have the same effect here.
+        kvcache_block_size: tokens in a block; None means the attention backend's preferred size.
+        num_kvcache_blocks: blocks in the pool; -1 means all that fit on a GPU, and 512 MiB on the CPU.
         enable_prefix_caching: share the blocks of equal prefixes.
         attention_backend: `auto`, `reference`, `triton` or `flash`.
         fused_mlp: stage C's operator for steps of a few tokens: `auto` (on a GPU, if it was built), `on` or `off`.
@@ -68,13 +68,13 @@ class EngineOptions:
 
     @classmethod
     def by_name(cls, options: Mapping[str, Any]) -> Self:
-        """Make the options from what a caller wrote; one that other engines call otherwise is refused with our name."""
+        """Make the options from a caller's arguments; a name from other engines raises an error with our name."""
         for name in OTHER_NAMES.keys() & options.keys():
             raise TypeError(f"unknown option {name!r}: {OTHER_NAMES[name]}")
         return cls(**options)
 
     def refuse_several_ranks(self) -> None:
-        """Raise `ValueError` for more than one: only stage F has them."""
+        """Raise `ValueError` for more than one rank: only stage F supports that."""
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: this stage runs on one GPU; "
@@ -83,7 +83,7 @@ class EngineOptions:
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options to the command line of this stage and those after it."""
+    """Add the options to the command line of this stage and later ones."""
     default = EngineOptions()
     for name, meaning in (
         ("max_num_batched_tokens", "tokens in one step"),

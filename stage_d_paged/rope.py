@@ -1,9 +1,9 @@
-"""Rotary frequencies, and the ways to stretch them to contexts longer than those of the training.
+"""Rotary frequencies, and the ways to scale them for contexts longer than in the training.
 
-Dimension pair `i` of a head turns by `position * theta^(-2i / head_dim)`: the first pairs fast, the last ones hardly at
-all. A position that training has not seen is an angle that training has not seen, for the slow pairs. So each way makes
-pairs turn slower; which ones, and by how much, is what they differ in. `dynamic` is none of them: it stretches only
-beyond `max_position_embeddings`, where these engines end a request.
+Dimension pair `i` of a head turns by `position * theta^(-2i / head_dim)`: the first pairs turn fast, the last ones
+hardly at all. For the slow pairs, a position beyond the training's is an angle that training has never seen. So every
+scaling makes some pairs turn more slowly; the kinds differ in which pairs, and by how much. `dynamic` is not supported:
+it scales only beyond `max_position_embeddings`, where these engines end a request.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 
 
 class Scaling(Protocol):
-    """A way to stretch frequencies."""
+    """A way to scale frequencies."""
 
     @property
     def attention_factor(self) -> float:
-        """Return what cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         ...
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Return the frequencies `[head_dim / 2]` of base `theta`, slowed down."""
+        """Return the scaled (lower) frequencies `[head_dim / 2]` of base `theta`."""
         ...
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All pairs turn slower by `factor` (position interpolation, Chen et al., 2023)."""
+    """Divides all frequencies by `factor` (position interpolation, Chen et al., 2023)."""
 
     factor: float
     attention_factor: float = 1.0
@@ -43,7 +43,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between."""
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones are kept, with a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -52,8 +52,8 @@ class Llama3Scaling:
     attention_factor: float = 1.0
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
-        # A pair that turns less than `low` times within the original context is slowed down by `factor`, one that turns
-        # more than `high` times is kept, and between them the two are mixed.
+        # A pair that turns less than `low` times within the original context is slowed down by `factor`, a pair that
+        # turns more than `high` times is kept, and pairs between get a mix of both.
         turns = self.original_max_positions * frequencies / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -62,7 +62,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al., 2023): as Llama 3's, with the ramp over the pairs' numbers, and scores made larger."""
+    """YaRN (Peng et al., 2023): like Llama 3's, but with the ramp over the pairs' indices, and larger scores."""
 
     factor: float
     original_max_positions: int
@@ -88,7 +88,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """How the heads of a layer are turned."""
+    """How a layer rotates its heads: base and scaling."""
 
     theta: float = 10000.0
     scaling: Scaling | None = None
@@ -132,7 +132,7 @@ def _yarn(rope: dict[str, Any]) -> YarnScaling:
     )
 
 
-# By `rope_type` of a Hugging Face config: its numbers -> the scaling.
+# `rope_type` of a Hugging Face config -> a function from its numbers to the scaling.
 SCALINGS: dict[str, Callable[[dict[str, Any]], Scaling | None]] = {
     "default": lambda rope: None,
     "linear": lambda rope: LinearScaling(float(rope["factor"])),

@@ -1,4 +1,4 @@
-"""A loaded model and its pool: what has to be on a device before the first step can run."""
+"""Load a model and make its pool: everything that must be on a device before the first step."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ MODEL_DTYPE = Formats()
 class Runtime:
     """What a step runs on."""
 
-    config: ModelConfig  # of the whole model; `model.config` is that of this device's share
+    config: ModelConfig  # of the whole model; `model.config` describes this device's share
     backend: AttentionBackend
     model: DecoderModel
     max_model_len: int
     block_size: int
     dtype: torch.dtype
     device: torch.device
-    notes: tuple[str, ...]  # what was chosen and why, a line each
+    notes: tuple[str, ...]  # choices and their reasons, one line each
     pool: Any = KVCache  # makes the pool: `Formats.pool`
 
     @property
     def bytes_per_token(self) -> int:
-        """K and V of one token on this device."""
+        """Bytes of one token's K and V on this device."""
         config = self.model.config
         return self.pool.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
 
@@ -140,7 +140,7 @@ def load_runtime(
 
 
 def choose_num_blocks(runtime: Runtime, options: EngineOptions) -> int:
-    """Choose the number of blocks in the pool: the option's, or what there is room for."""
+    """Return the number of blocks in the pool: from the option, or as many as fit."""
     if options.num_kvcache_blocks != -1:
         return options.num_kvcache_blocks
     block_bytes = runtime.bytes_per_token * runtime.block_size

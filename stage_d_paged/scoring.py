@@ -1,18 +1,20 @@
-"""How likely the model finds each token of a prompt, as tools that evaluate models ask.
+"""Score the tokens of a prompt, for tools that evaluate models.
 
     "The capital of France is" + " Paris"     log-probability of each token after those before it: -0.2
     "The capital of France is" + " Rome"      …                                                   -7.1
 
-A question with given answers needs no sampling: the likeliest answer is the model's. All these log-probabilities come
-out of one prefill, whose every final state has the scores of the next token. An engine's own prefill throws all final
-states away but the last one of each prompt, and a token found in the prefix cache has keys and values, but no final
-state at all. So prompts are scored in a prefill of their own, between two steps of the engine. It takes free blocks of
-the pool, shares none with the prefix cache, and gives them back. A prompt that is also continued runs twice.
+A multiple-choice question needs no sampling: the likeliest answer is the model's answer. All these log-probabilities
+come from one prefill, because each final state gives the scores of the next token. The engine's normal prefill keeps
+only the last final state of each prompt, and a token from the prefix cache has keys and values but no final state. So
+prompts are scored in separate prefills, in chunks between the engine's steps. A prompt takes free blocks of the pool,
+shares none with the prefix cache, keeps them from chunk to chunk, and gives them back when it is scored. A prompt that
+is also continued runs twice.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections import deque
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -20,70 +22,100 @@ from stage_a_naive.contract.logprobs import PromptLogprobs, score_tokens
 from stage_a_naive.contract.outputs import Completion, Request
 from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged.batch import Chunk, flat_batch
-from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.sequence import Sequence
 
-MOST_TOKENS = 2048  # in one prefill: what runs beside it waits that long
-NO_BLOCK = (-1, b"")  # a key that no block of the prefix cache has
+MOST_TOKENS = 512  # in one chunk; other requests wait that long
+WHOLE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "hybrid_kv_cache": False}  # of these options
+NO_BLOCK = (-1, b"")  # a key that matches no block of the prefix cache
 
 
 def check_can_score(options: Any) -> None:
-    """Raise `ValueError` for an engine of several ranks: each holds a part of the model, and runs whole steps only."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(options, name, 1)) > 1:
-            raise ValueError(f"prompt_logprobs: an engine with {name}={size} cannot score prompts; use {name}=1")
+    """Raise `ValueError` for an engine whose model or pool is in several parts: its own steps alone serve them all."""
+    for name, whole in WHOLE.items():
+        if (value := getattr(options, name, whole)) != whole:
+            raise ValueError(f"prompt_logprobs: an engine with {name}={value} cannot score prompts; use {name}={whole}")
 
 
-@torch.inference_mode()
-def score_prompts(
-    prompts: list[list[int]], count: int, model: DecoderModel, kv_cache: KVCache, blocks: BlockManager
-) -> list[PromptLogprobs] | None:
-    """Score prompts together, or one that may be longer than a prefill.
+class Pool(Protocol):
+    """Gives blocks to the prompts that are scored: a block manager, or a scheduler whose sequences need blocks too."""
+
+    def allocate(self, sequence: Sequence, num_tokens: int, /) -> bool:
+        """Give blocks for `num_tokens` tokens; False, and no change, if too few are free."""
+        ...
+
+    def free(self, sequence: Sequence, /) -> None:
+        """Take the blocks back."""
+        ...
+
+
+class Scoring:
+    """Prompts that are scored chunk by chunk. Other steps may run between two chunks.
 
     Args:
         prompts: their token ids.
-        count: how many of the likeliest tokens are told at every position.
-        blocks: of the KV cache.
+        count: number of likeliest tokens to return at every position.
+        model, kv_cache: the engine's.
 
-    Returns:
-        for each prompt, the log-probabilities at each position, None at the first; or None if there are too few free
-        blocks for all of them now.
+    Attributes:
+        scores: one entry per finished prompt, in order: the log-probabilities at each position, None at the first.
     """
-    sequences = [_sequence(prompt) for prompt in prompts]
-    try:
-        if not all(blocks.allocate(sequence, len(sequence)) for sequence in sequences):
-            return None
-        return _score(sequences, count, model, kv_cache)
-    finally:
-        for sequence in sequences:
-            blocks.free(sequence)
+
+    def __init__(self, prompts: list[list[int]], count: int, model: DecoderModel, kv_cache: KVCache) -> None:
+        self.scores: list[PromptLogprobs] = []
+        self._left = deque((_sequence(prompt), cast("list[dict[int, float]]", [])) for prompt in prompts)
+        self._count, self._model, self._kv_cache = count, model, kv_cache
+
+    @property
+    def is_done(self) -> bool:
+        """True when all prompts are scored."""
+        return not self._left
+
+    def step(self, pool: Pool) -> bool:
+        """Run one chunk of one prompt, or of several short ones; False if too few blocks are free for any.
+
+        A prompt starts again if its blocks were taken away because the engine started again with an empty pool.
+        """
+        chunks: list[Chunk] = []
+        room = MOST_TOKENS
+        for sequence, _ in self._left:
+            if not room or not pool.allocate(sequence, len(sequence)):
+                break
+            start = sequence.num_computed_tokens
+            chunks.append(Chunk(sequence, start, min(room, len(sequence) - start)))
+            room -= chunks[-1].count
+        if not chunks:
+            return False
+        found = self._run(chunks)
+        for sequence, start, num_tokens in chunks:
+            rows = self._left[0][1]
+            rows[start:] = found[:num_tokens]
+            del found[:num_tokens]
+            sequence.num_computed_tokens += num_tokens
+            if sequence.num_computed_tokens == len(sequence):  # only the last chunk's prompt may have more
+                pool.free(sequence)
+                self._left.popleft()
+                self.scores.append([None, *rows[:-1]])  # a row has the scores of the token behind it
+        return True
+
+    def end(self, pool: Pool) -> None:
+        """Free the blocks of prompts that are not finished."""
+        for sequence, _ in self._left:
+            pool.free(sequence)
+
+    @torch.inference_mode()
+    def _run(self, chunks: list[Chunk]) -> list[dict[int, float]]:
+        """Return for every token of the chunks the log-probabilities of the token behind it."""
+        batch = flat_batch(chunks, self._kv_cache.block_size, self._kv_cache.tensor.device)
+        hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, batch.metadata)  # [tokens, hidden]
+        behind = [
+            i for s, start, n in chunks for i in [*s.token_ids, 0][start + 1 : start + n + 1]
+        ]  # 0: behind the last
+        return score_tokens(behind, self._count, hidden, self._model.compute_logits)
 
 
 def _sequence(prompt: list[int]) -> Sequence:
     no_tokenizer = cast("Any", None)  # it makes no text
     request = Request(0, prompt, SamplingParams(), seed=0)
     return Sequence(Completion(request, no_tokenizer, frozenset(), len(prompt), True), block_keys=[NO_BLOCK])
-
-
-def _score(sequences: list[Sequence], count: int, model: DecoderModel, kv_cache: KVCache) -> list[PromptLogprobs]:
-    if len(sequences) == 1:  # it may be longer than a prefill
-        length = len(sequences[0])
-        steps = [[Chunk(sequences[0], at, min(MOST_TOKENS, length - at))] for at in range(0, length, MOST_TOKENS)]
-    else:
-        steps = [[Chunk(sequence, 0, len(sequence)) for sequence in sequences]]
-    rows = [row for step in steps for row in _step(step, count, model, kv_cache)]  # one for every token
-    scored: list[PromptLogprobs] = []
-    for sequence in sequences:
-        scored.append([None, *rows[: len(sequence) - 1]])  # a row has the scores of the token behind it
-        del rows[: len(sequence)]
-    return scored
-
-
-def _step(chunks: list[Chunk], count: int, model: DecoderModel, kv_cache: KVCache) -> list[dict[int, float]]:
-    """Run chunks of prompts; returns for every row the log-probabilities of the token behind it."""
-    batch = flat_batch(chunks, kv_cache.block_size, kv_cache.tensor.device)
-    hidden = model(batch.input_ids, batch.positions, kv_cache, batch.metadata)  # [tokens, hidden]
-    behind = [i for s, start, n in chunks for i in [*s.token_ids, 0][start + 1 : start + n + 1]]  # 0: behind the last
-    return score_tokens(behind, count, hidden, model.compute_logits)

@@ -1,15 +1,15 @@
-"""One request while the engine works on it: its tokens, and where their keys and values are stored.
+"""A running request: its tokens, and where their keys and values are stored.
 
-Two counts describe a sequence's progress, in prefill and in decode alike:
+Two counts describe a sequence's progress, in prefill and in decode:
 
-* `len(token_ids)`: the tokens that are known (the prompt, then what was generated);
+* `len(token_ids)`: the known tokens (the prompt, then the generated ones);
 * `num_computed_tokens`: how many of them already have their K and V in the pool.
 
-The difference has yet to run: for a new sequence the whole prompt (less what the prefix cache had), in decode exactly
-one token, the one just sampled. There is no "prefill" or "decode" state that could contradict these numbers.
+The difference must still run: for a new sequence the whole prompt (minus the part from the prefix cache), in decode
+exactly one token, the one just sampled. There is no "prefill" or "decode" state that could contradict these numbers.
 
-The tokens are stored in the completion, and nothing else adds to them. The class is plain Python, and a block is a
-number. It owns no tensor, so the block manager and the scheduler can be tested without a model.
+The tokens are stored in the completion, and only the completion adds tokens. The class is plain Python, and a block is
+a number. It owns no tensor, so the block manager and the scheduler can be tested without a model.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from stage_a_naive.contract.outputs import Completion, Request
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's state. `eq=False`: two sequences are the same only if they are the same object."""
+    """A request's state. `eq=False`: two sequences are equal only if they are the same object."""
 
-    completion: Completion  # what was asked, and the answer so far: tokens, text, when it ends
+    completion: Completion  # the request, and the answer so far: tokens, text, when it ends
     num_computed_tokens: int = 0  # tokens whose K and V are in the pool
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when the sequence was admitted
-    block_table: list[int] = field(default_factory=list)  # block of positions 0..block_size-1, of the next ones, …
+    block_table: list[int] = field(default_factory=list)  # the blocks of the sequence's positions, in order
     block_keys: list[tuple[int, bytes]] = field(default_factory=list)  # chained hash and tokens of each full block
     num_indexed_blocks: int = 0  # leading blocks of block_table that are in the prefix cache's index
 
-    first_scheduled_time: float = 0.0  # seconds on the monotonic clock; 0.0 = has not happened
+    first_scheduled_time: float = 0.0  # seconds on the monotonic clock; 0.0 = not yet
     first_token_time: float = 0.0
     finish_time: float = 0.0
 
@@ -41,7 +41,7 @@ class Sequence:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt, then what was generated."""
+        """The prompt, then the generated tokens."""
         return self.completion.all_token_ids
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class Sequence:
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """When it began to be computed, and when its first and its last token were there."""
+        """When the computation began, and when the first and the last token were ready."""
         return self.first_scheduled_time, self.first_token_time, self.finish_time
 
     @property
@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def max_total_tokens(self) -> int:
-        """Prompt and answer together never pass this."""
+        """The most tokens of prompt and answer together."""
         return self.completion.max_total_tokens
 
     @property
@@ -72,7 +72,7 @@ class Sequence:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of it has run yet: what the prefix cache has of it now is not its own doing."""
+        """Whether nothing has run yet, so that cached blocks were computed by other sequences."""
         return self.num_generated_tokens == 0
 
     @property
@@ -81,10 +81,10 @@ class Sequence:
 
     @property
     def error(self) -> Exception | None:
-        """What ended it, where that was an error of its own."""
+        """The error that ended this sequence, if any."""
         return self.completion.error
 
 
 def pack(token_ids: list[int]) -> bytes:
-    """Return token ids as 32-bit integers side by side: three times as fast as by way of `array` or numpy."""
+    """Return token ids as consecutive 32-bit integers: three times as fast as with `array` or numpy."""
     return struct.pack(f"{len(token_ids)}i", *token_ids)

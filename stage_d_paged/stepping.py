@@ -1,7 +1,7 @@
-"""nano-vllm's way to drive an engine, beside calls of `generate`: `add_request`, then `step` until `is_finished`.
+"""Run an engine step by step, as in nano-vllm: `add_request`, then `step` until `is_finished`.
 
-What was added runs in the batches of other calls too, and a call may come while it does: what ends there, the next
-`step` returns or raises.
+Added requests also run in the batches of `generate` calls. If an added request ends during such a call, the next `step`
+returns it or raises its error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from stage_d_paged.sequence import Sequence
 
 
 class Stepping:
-    """The requests that were added, until `step` has returned them.
+    """The added requests, until `step` has returned them.
 
     Args:
         engine: runs them.
@@ -26,9 +26,9 @@ class Stepping:
         return sequence in self._added
 
     def add(self, sequence: Sequence) -> int:
-        """Queue a sequence; returns its id."""
+        """Queue a sequence and return its id."""
         self._num_added += 1
-        self._engine.waiting.append(sequence)  # first: what is in `_added` is waited for
+        self._engine.waiting.append(sequence)  # first, because `step` waits for everything in `_added`
         self._added[sequence] = self._num_added
         return self._num_added
 
@@ -44,5 +44,5 @@ class Stepping:
         return [(i, sequence.completion.token_ids) for sequence, i in ended.items()], num_tokens
 
     def is_finished(self) -> bool:
-        """Tell whether `step` has returned all requests that were added, or raised what ended them."""
+        """Return whether `step` has returned all added requests, or raised the errors that ended them."""
         return not self._added

@@ -1,7 +1,7 @@
-"""Where this stage's layers take their weights from: a checkpoint's files, or random numbers.
+"""The source of this stage's weights: a checkpoint's files, or random numbers.
 
-The layers ask for tensors by their Hugging Face names. Stage A's `WeightLoader` between them and the files reads
-straight from the memory-mapped file into the layer's memory and keeps account of what was asked for.
+The layers request tensors by their Hugging Face names. Stage A's `WeightLoader` reads them directly from the
+memory-mapped file into the layer's memory and records which tensors were used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RandomWeights:
 
 
 def tensor_source(source: ModelSource, seed: int, dtype: torch.dtype, device: torch.device) -> TensorSource:
-    """Find the weights of a model that stage A resolved: in its directory, or random."""
+    """Return the source of a resolved model's weights: its directory, or random numbers."""
     if source.path is None:
         return RandomWeights(source.name, seed, device, dtype)
     return SafetensorsDirectory(source.path)

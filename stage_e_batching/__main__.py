@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def idea(llm: LLM, metrics: Metrics) -> str:
-    """Say how many steps there were, all of which others could have joined."""
+    """Say how many steps there were; other requests could have joined any of them."""
     decided = tr("{steps} steps, each decided anew: whoever had asked meanwhile would have joined the next one")
     return decided.format(steps=llm.engine.counters.num_steps)
 

@@ -1,14 +1,16 @@
-"""The engine: a ring that every step goes round.
+"""The engine: a ring of four operations that every step goes through.
 
     schedule      which sequences run, how much of each            (scheduler.py, plain Python)
     launch        the model and the sampler, without waiting       (runner.py, the device)
     collect       wait for the tokens
     postprocess   add them, free the blocks of sequences that have ended
 
-How many steps stay in flight when one has been launched is the ring's *depth*. With 0 the tokens of a step are waited
-for at once: schedule, run, postprocess. With 1 the next step is launched before the tokens of the last one are fetched.
+The ring's *depth* is the number of steps that stay in flight after a launch. With depth 0 the engine waits for the
+tokens of each step at once: schedule, run, postprocess. With depth 1 it launches the next step before it fetches the
+tokens of the last one.
 
-The ring has no lock and knows no caller: who calls it is in `calls/`, what it asks of its parts in `parts.py`.
+The ring has no lock and does not know its callers: see `calls/` for those, and `parts.py` for the interfaces of its
+    parts.
 """
 
 from __future__ import annotations
@@ -27,35 +29,35 @@ from stage_e_batching.trace import Trace
 
 @dataclass(eq=False)
 class Engine:
-    """Sequences in, tokens out: what is added to the scheduler runs to its end."""
+    """Run every sequence that is added to the scheduler to its end."""
 
     scheduler: Scheduler  # decides the steps
     runner: Runner  # computes them
-    depth: int | Callable[[Launched], int] = 0  # steps that stay in flight when another one has been launched
-    drafts: Drafts | None = None  # guess tokens that a step verifies
+    depth: int | Callable[[Launched], int] = 0  # steps that stay in flight after a launch
+    drafts: Drafts | None = None  # tokens guessed ahead, which a step verifies
     trace: Trace | None = None  # a record of every step
     counters: Counters = field(default_factory=Counters)
-    check: Check | None = None  # says what is wrong with an answer that is complete
-    reports: list[Report] = field(default_factory=list)  # called with every step that has run
-    news: deque[BatchSequence] = field(default_factory=deque)  # they have a token to read, or their end; to be emptied
+    check: Check | None = None  # looks for an error in a complete answer
+    reports: list[Report] = field(default_factory=list)  # called after every step that has run
+    news: deque[BatchSequence] = field(default_factory=deque)  # have a token or an end to read; the reader empties it
     _launched: Launched = field(default_factory=deque, init=False)
-    _uncertain: BatchSequence | None = field(default=None, init=False)  # it is being given a token
+    _uncertain: BatchSequence | None = field(default=None, init=False)  # a token is being added to it
 
     def run_step(self) -> None:
-        """Launch the next step, then collect those before the `depth` latest."""
+        """Launch the next step, then collect all steps but the latest `depth`."""
         depth = self._next_depth()
         step = self.schedule()
         if step.sequences:
             self._launched.append((step, self.runner.launch(step)))
             if depth:
                 self.scheduler.count_in_flight(step)
-        else:  # nothing can run before the tokens of the oldest step are known
+        else:  # nothing can run until the tokens of the oldest step are known
             self.postprocess(step, Sampled([]))
             depth = max(0, len(self._launched) - 1)
         self._collect(depth)
 
     def _next_depth(self) -> int:
-        """Return how many steps may be in flight; none where a draft needs their tokens."""
+        """Return how many steps may stay in flight: 0 if a draft needs their tokens."""
         drafts = self.drafts
         if drafts is not None:
             are_promising = drafts.are_promising()
@@ -66,13 +68,13 @@ class Engine:
         return self.depth(self._launched) if callable(self.depth) else self.depth
 
     def _collect(self, depth: int) -> None:
-        """Wait for the tokens of the oldest steps, until `depth` are in flight."""
+        """Wait for the tokens of the oldest steps until only `depth` steps are in flight."""
         while len(self._launched) > depth:
             step, in_flight = self._launched.popleft()
             self.postprocess(step, in_flight.wait())
 
     def schedule(self) -> ScheduledStep:
-        """Decide the next step."""
+        """Decide what the next step runs."""
         step = self.scheduler.schedule()
         self.counters.count_admitted(step)
         if self.drafts is not None:
@@ -90,7 +92,7 @@ class Engine:
         ended: list[BatchSequence] = []
         sampling = step.sampling
         logprobs = sampled.logprobs or [None] * len(sampling)
-        errors, num_late = sampled.errors, 0  # late tokens are one too many
+        errors, num_late = sampled.errors, 0  # late: sampled after their sequence had ended
         for i, (sequence, token_id, logprob) in enumerate(zip(sampling, sampled.token_ids, logprobs, strict=True)):
             if sequence.num_in_flight:
                 sequence.num_in_flight -= 1
@@ -123,7 +125,7 @@ class Engine:
             self.scheduler.check_idle()
 
     def remove(self, sequence: BatchSequence) -> None:
-        """Note the end of a sequence, done or not, and release what it holds. A second call does nothing."""
+        """Record the end of a sequence, done or not, and release what it holds. A second call is a no-op."""
         if self.scheduler.find(sequence.request_id) is not sequence:
             return
         if sequence.is_finished:
@@ -139,12 +141,12 @@ class Engine:
         self.scheduler.remove(sequence)
 
     def forget(self) -> None:
-        """Start again from what is certain, the tokens of each request; at any moment, and twice."""
+        """Restart from what is certain, the tokens of each request. May be called at any moment, and twice."""
         if self._uncertain is not None:
             self._uncertain.completion.replay()
             self._uncertain = None
         while self._launched:
-            with suppress(Exception):  # it may have failed as well; what it reports then is reported already
+            with suppress(Exception):  # the device may have failed too; its error is reported already
                 self._launched.popleft()[1].wait()
         for part in filter(None, (self.runner, self.drafts, self.scheduler, self.trace)):
             part.forget()

@@ -1,10 +1,10 @@
-"""Continuous batching behind the same `generate` and `chat`, and `stream`.
+"""Continuous batching behind the same `generate` and `chat` as before, and `stream`.
 
     prompts -> token ids -> queue -> [schedule -> run -> postprocess] -> text
 
-Stage D prefilled a batch, decoded it to the end of its longest answer, and only then let others in. Here the engine
-decides before every step what runs: an answer that is done frees its batch slot at once, and a prompt that comes in
-shares its steps with the decodes of the others.
+Stage D prefilled a batch, decoded it to the end of its longest answer, and only then admitted other requests. Here the
+engine decides before every step what runs: a finished answer frees its batch slot at once, and a new prompt shares its
+steps with the decodes of other requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stage_a_naive.entrypoints.frontend import Frontend, Prompts
 from stage_a_naive.entrypoints.progress import progress_bar
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
-from stage_d_paged.scoring import check_can_score, score_prompts
+from stage_d_paged.scoring import check_can_score
 from stage_e_batching.calls import Calls, Event
 from stage_e_batching.engine import Engine
 from stage_e_batching.options import BatchingOptions
@@ -33,6 +33,7 @@ from stage_e_batching.rates import Rates
 from stage_e_batching.runner import ModelRunner
 from stage_e_batching.sampler import Constraints, Sampler
 from stage_e_batching.scheduler import Scheduler
+from stage_e_batching.scoring import score_prompts
 from stage_e_batching.stepping import Stepping
 from stage_e_batching.trace import Trace
 
@@ -43,7 +44,7 @@ class LLM(Frontend):
     Args:
         model: `tutor`, a directory, a hub id, or `random:<preset>`.
         device, dtype, seed: as in stage A.
-        options: those of `BatchingOptions`, by name.
+        options: see `BatchingOptions`; passed by name.
 
     Raises:
         ModelError: the model cannot be loaded or is not supported.
@@ -85,11 +86,11 @@ class LLM(Frontend):
         self.build_time = time.perf_counter() - start
 
     def _build(self, seed: int) -> tuple[Runtime, ModelRunner]:
-        """Build the model and what runs its steps, on this stage's one GPU."""
+        """Build the model and the runner of its steps, on one device."""
         options = self.options
         options.refuse_several_ranks()
         runtime = load_runtime(self.source, options, self.device, self.dtype, seed)
-        sampler = make_sampler(runtime, options)  # before the pool, which takes the memory that is left
+        sampler = make_sampler(runtime, options)  # before the pool, which takes the remaining memory
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, options))
         return runtime, ModelRunner(runtime, kv_cache, sampler)
 
@@ -112,14 +113,14 @@ class LLM(Frontend):
     ) -> Iterator[str] | Iterator[tuple[int, str]]:
         """Complete prompts, yielding pieces of text as they become known.
 
-        The pieces of a prompt join to exactly the text that `generate` returns. Stop reading to abort what is left.
+        The pieces of an answer join to exactly the text that `generate` returns. Stop reading to abort the request.
 
         Returns:
-            for one string, its pieces; for a list, pairs of the answer's index and a piece.
+            the pieces, for one string; pairs of an answer's index and a piece, for a list.
 
         Raises:
-            ValueError: at the call, as `generate`.
-            Exception: what ended one request, when all have ended, as `generate`.
+            ValueError: at the call, as in `generate`.
+            Exception: the error that ended a request, once all have ended, as in `generate`.
         """
         requests = self.requests(prompts, sampling_params)
         pieces = self._stream([only_answer(requests)] if isinstance(prompts, str) else requests)
@@ -137,25 +138,25 @@ class LLM(Frontend):
         returned([outputs[request.index] for request in requests])
 
     def add_request(self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt, to be run by `step`; returns its id. With `step` and `is_finished`, as in nano-vllm."""
+        """Queue one prompt for `step`; returns its id. Used with `step` and `is_finished`, as in nano-vllm."""
         request = only_answer(self.requests([prompt], sampling_params))
         return self._stepping.add(request)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Run one step of everything that was added.
+        """Run one step of all requests that were added.
 
         Returns:
-            (id, generated token ids) of each request that finished, and the step's number of tokens: of prompts, or,
-            where none was prefilled, minus the number of decoded tokens.
+            (id, generated token ids) of each request that finished, and the step's number of tokens: the prompt tokens,
+            or, if none were prefilled, minus the number of decoded tokens.
 
         Raises:
-            Exception: what ended a request, which is dropped; the others go on.
+            Exception: the error that ended a request. That request is dropped; the others go on.
         """
         self._check_usable()
         return self._stepping.step()
 
     def is_finished(self) -> bool:
-        """Tell whether `step` has returned all requests that were added, or raised what ended them."""
+        """Tell whether `step` has returned every request that was added, or raised its error."""
         return self._stepping.is_finished()
 
     def exit(self) -> None:
@@ -163,13 +164,13 @@ class LLM(Frontend):
         self.close()
 
     def close(self) -> None:
-        """Close the trace file, if there is one; later calls are refused. A second call does nothing."""
+        """Close the trace file, if there is one, and refuse later calls. A second call is a no-op."""
         super().close()
         if self.trace is not None:
             self.trace.close()
 
     def _one_call(self) -> AbstractContextManager[None]:
-        return nullcontext()  # every call has its own mailbox: they share the engine's steps
+        return nullcontext()  # every call has a mailbox, and calls share the engine's steps
 
     def _request(self, *given: Any) -> Request:
         request = super()._request(*given)
@@ -183,13 +184,11 @@ class LLM(Frontend):
 
     def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
         mailbox = self.calls.new_mailbox()
-        while True:
-            with self.calls.lock:  # between two steps
-                blocks = self.engine.scheduler.block_manager
-                scores = score_prompts([prompt_token_ids], count, self.runner.model, self.kv_cache, blocks)
-            if scores is not None:
-                return scores[0]
-            self.calls.advance(mailbox)  # requests of other calls hold the blocks
+        with closing(score_prompts([prompt_token_ids], count, self.calls)) as scoring:
+            while (scores := next(scoring)) is None:
+                if self.calls.has_unfinished():  # requests of other calls
+                    self.calls.advance(mailbox)
+        return scores[0]
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         outputs: dict[int, GenerationOutput] = {}
@@ -214,7 +213,7 @@ class LLM(Frontend):
 
 
 def make_sampler(runtime: Runtime, options: BatchingOptions, constraints: Constraints | None = None) -> Sampler:
-    """Make the sampler, and say how much memory it takes where that counts."""
+    """Make the sampler, and print how much memory it takes on a GPU."""
     num_penalised = min(options.max_num_penalty_seqs, options.max_num_seqs)
     sampler = Sampler(
         options.max_num_seqs,
@@ -233,13 +232,13 @@ def make_sampler(runtime: Runtime, options: BatchingOptions, constraints: Constr
 def serve(
     calls: Calls, requests: Sequence[Request], streams: bool, rates: Rates | None = None
 ) -> Generator[tuple[Request, Event], None, None]:
-    """Drive the engine until all of `requests` have ended, yielding each one's events.
+    """Run the engine until all of `requests` have ended, yielding their events.
 
-    However it ends, by an error, Ctrl-C, or a reader that stops reading, the requests that are not done are dropped.
-    Close it (`contextlib.closing`) to have that happen at once.
+    An error, Ctrl-C, or a reader that stops reading drops the requests that are not done. Close the generator
+    (`contextlib.closing`) to drop them at once.
 
     Args:
-        streams: whether text is wanted as it comes, or only at the end.
+        streams: True yields text as it is generated, False only the end.
         rates: updated after every step.
     """
     mailbox = calls.new_mailbox()

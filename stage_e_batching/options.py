@@ -1,4 +1,4 @@
-"""The options that this stage adds to stage D's, and all of them on the command line."""
+"""The options that this stage adds to stage D's, and their command-line arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class BatchingOptions(EngineOptions):
     """Options of `LLM` from this stage on.
 
     Attributes:
-        enable_chunked_prefill: cut prompts into chunks that share steps with decodes; False keeps them whole, in steps
-            of their own.
-        max_num_penalty_seqs: requests with penalties that run together; more of them wait. Each has a row of counts
-            on the device, with a number per token of the vocabulary.
+        enable_chunked_prefill: cut prompts into chunks that share steps with decodes; False runs prompts whole, in
+            steps without decodes.
+        max_num_penalty_seqs: how many requests with penalties may run at the same time; further ones wait. Each has a
+            row of counts on the device, one number per token of the vocabulary.
         trace: write a record of every step to this file (JSON lines).
     """
 

@@ -1,4 +1,4 @@
-"""What the ring asks of the parts that are handed to it."""
+"""The interfaces of the parts that the ring uses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Sampled(NamedTuple):
     """A step's result, on the host: one entry for each sequence that samples, in the step's order."""
 
     token_ids: list[int]
-    logprobs: Sequence[dict[int, float] | None] | None = None  # None where no request asks for any
+    logprobs: Sequence[dict[int, float] | None] | None = None  # None if no request asks for any
     errors: dict[int, Exception] | None = None  # of entries whose `sampling_fn` failed; their ids mean nothing
 
 
 class InFlight(Protocol):
-    """A step that the device has been told to run."""
+    """A step that was launched on the device."""
 
     def wait(self) -> Sampled:
         """Wait for the step's tokens."""
@@ -37,7 +37,7 @@ class Runner(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop what is under way, also of a launch that broke off; at any moment, and twice."""
+        """Drop all steps in flight, also a launch that broke off. May be called at any moment, and twice."""
         ...
 
 
@@ -45,32 +45,32 @@ class Runner(Protocol):
 Report = Callable[[ScheduledStep, list[BatchSequence], float], None]
 
 
-# Called with an answer that is complete; returns the error that it ends with, or None.
+# Called with a complete answer; returns the error that it ends with, or None.
 Check = Callable[[Completion], Exception | None]
 
 
 class Drafts(Protocol):
-    """Guesses of the next tokens, which a step verifies with a row each."""
+    """Guesses of the next tokens; a step verifies each guess in one row."""
 
     @property
     def need_tokens(self) -> bool:
-        """Whether the next step needs all tokens on the host: then nothing is in flight when it is decided."""
+        """Whether the next step needs all tokens on the host, so that nothing may be in flight when it is scheduled."""
         ...
 
     def are_promising(self) -> bool:
-        """Whether there seem to be guesses worth a step, from the tokens that are known."""
+        """Whether the known tokens promise guesses that are worth a step."""
         ...
 
     def propose(self) -> bool:
-        """Give decoding sequences a draft; returns whether there is any."""
+        """Give decoding sequences their drafts; returns whether any sequence has one."""
         ...
 
     def complete(self, step: ScheduledStep) -> None:
-        """Fill in the drafts of a step that is decided and has its blocks."""
+        """Fill in the drafts of a step that is scheduled and has its blocks."""
         ...
 
     def accept(self, step: ScheduledStep, sampled: Sampled) -> Sampled:
-        """Return the tokens that are certain. Rows behind a wrong guess do not sample any more (`step.samples`)."""
+        """Return the accepted tokens. Rows after a wrong guess stop sampling (`step.samples`)."""
         ...
 
     def settle(self, step: ScheduledStep) -> None:
@@ -78,5 +78,5 @@ class Drafts(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop all drafts; at any moment, and twice."""
+        """Drop all drafts. May be called at any moment, and twice."""
         ...

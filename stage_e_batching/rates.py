@@ -1,4 +1,4 @@
-"""Prefill and decode speed beside a progress bar, while a call runs."""
+"""Prefill and decode speed, shown with a progress bar while a call runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stage_e_batching.step import Counters
 
 
 class Rates:
-    """Prefill and decode tokens per second, beside a progress bar; written at most ten times a second."""
+    """Show prefill and decode tokens per second in a progress bar, at most ten times a second."""
 
     def __init__(self, progress: tqdm, counters: Counters) -> None:
         self._progress = progress

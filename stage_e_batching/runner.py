@@ -1,6 +1,6 @@
-"""Runs a scheduled step: one flat batch through the model, the sampler on the rows that need it, the tokens back.
+"""Run a scheduled step: a flat batch through the model, then the sampler on the rows that need it.
 
-One flat batch holds everything that the step runs, one token of every decode and the chunks of prompts side by side:
+The flat batch holds everything that the step runs, one token per decode and then the chunks of prompts:
 
     [ A B C D | E E E E E | F F F ]      A…D decode, E's prompt ends here, F's goes on in the next step
 
@@ -22,11 +22,11 @@ from stage_e_batching.sampler import LOGPROBS, REPLACED, SampledTokens, Sampler,
 from stage_e_batching.step import ScheduledStep
 
 NO_IDS = torch.empty(0, dtype=torch.int64)
-NOTHING = SampledTokens(NO_IDS, NO_IDS)  # of a step in which no row samples
+NOTHING = SampledTokens(NO_IDS, NO_IDS)  # the result of a step in which no row samples
 
 
 class ModelRunner:
-    """A model, its KV cache, and the sampler's state for the batch slots.
+    """A model, its KV cache, and a sampler with state for every batch slot.
 
     Args:
         runtime: the model.
@@ -65,7 +65,7 @@ class ModelRunner:
         return self.sampler.complete(logits, ids, told, rows, batch_slots)
 
     def forget(self) -> None:
-        """Wait until the device has done what it was told, and drop that. What it reports now is reported already."""
+        """Wait until the device is idle and drop its results. An error that it reports now is reported already."""
         if self.device.type == "cuda":
             with suppress(Exception):
                 torch.cuda.synchronize(self.device)

@@ -1,13 +1,13 @@
 """The scheduler: which sequences run in the next step, and with how many tokens.
 
 *Continuous batching* (Orca, Yu et al., OSDI 2022) decides again before every step, so that a finished request's batch
-slot is taken at once, instead of keeping a batch together until its slowest member is done. What is distributed:
+slot is reused at once. A static batch stays together until its slowest member is done. The scheduler distributes:
 
 * **Tokens.** A step runs at most `max_num_batched_tokens`. Decodes come first, one token each; what is left goes to
   prompts, which are cut into chunks to fit (Sarathi-Serve, Agrawal et al., OSDI 2024). A long prompt therefore shares
   its steps with the decodes of the others and never stalls them.
-* **Batch slots.** At most `max_num_seqs` sequences run. Of those with penalties, only as many as the sampler has rows
-  of counts for; more wait.
+* **Batch slots.** At most `max_num_seqs` sequences run. Sequences with penalties also need one of the sampler's rows of
+  counts.
 * **Blocks.** A sequence is admitted when the blocks for all of its tokens are free and a *watermark* of free blocks
   remains: enough for the next `WATERMARK` tokens of each running sequence. When a decode finds no block, the running
   sequence that arrived last is *preempted*: its blocks are freed and it waits again, to be recomputed later (Kwon et
@@ -20,10 +20,11 @@ Rules that keep it fair and finite:
   stay. A sequence is thus preempted at most about log2(tokens of the pool) times, which bounds the recomputation.
 * A request that does not fit may be overtaken by later ones that do, but at most `MAX_OVERTAKES` times; then none
   passes it before it is admitted. Short requests do not starve behind a long one, nor a long one behind short ones.
-* Where prompts have steps of their own, at most `MAX_PROMPT_STEPS` of them follow one another while decodes wait.
+* Without chunked prefill, prompts run in separate steps; at most `MAX_PROMPT_STEPS` of these follow one another while
+  decodes wait.
 
 `schedule()` advances the counts by what it scheduled; the engine appends the sampled tokens when the step has run. A
-token that was launched and has not arrived is *in flight*. For the scheduler it counts as there: the sequence is longer
+token that was launched and has not arrived is *in flight*. The scheduler counts it as present: the sequence is longer
 by one, and its next position can be scheduled.
 
 Plain Python, no tensors: every rule can be tested without a model.
@@ -35,6 +36,7 @@ import time
 from bisect import bisect_left, insort
 
 from stage_d_paged.block_manager import BlockManager
+from stage_d_paged.sequence import Sequence
 from stage_e_batching.queues import LOOKAHEAD, MAX_OVERTAKES, FirstCome, Order, Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
 
@@ -57,13 +59,13 @@ class Scheduler(Queues):
     Args:
         num_blocks, block_size, enable_prefix_caching: the pool of blocks.
         max_num_seqs: sequences that run at the same time.
-        max_num_penalty_seqs: of these, how many may have penalties; None is all.
+        max_num_penalty_seqs: how many of these may have penalties; None means all.
         max_num_batched_tokens: tokens that run in one step.
-        enable_chunked_prefill: False keeps prompts whole, in steps of their own, as engines did before chunking.
-        sequence_class, block_manager_class: what later engines know of sequences and blocks beyond stage E's.
+        enable_chunked_prefill: False runs prompts whole, in steps without decodes, as engines did before chunking.
+        sequence_class, block_manager_class: replaced by engines that extend stage E's sequences and blocks.
 
     Raises:
-        ValueError: a step's tokens would not suffice for one token of every running sequence.
+        ValueError: a step cannot run one token of every running sequence.
     """
 
     def __init__(
@@ -87,12 +89,12 @@ class Scheduler(Queues):
         self.sequence_class = sequence_class
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.order: Order = FirstCome()  # who is looked at first; see queues.py and waiting_order.py
+        self.order: Order = FirstCome()  # which waiting sequence is tried first; see queues.py and waiting_order.py
         self._steps = 0
-        self._prompt_steps = 0  # steps of prompts alone since the last step of decodes
+        self._prompt_steps = 0  # steps with only prompts since the last step of decodes
 
     def check_prompt(self, num_tokens: int) -> None:
-        """Raise `ValueError` for a prompt that could never run."""
+        """Raise `ValueError` for a prompt that can never run."""
         self.block_manager.check_prompt(num_tokens)
         if not self.enable_chunked_prefill and num_tokens > self.max_num_batched_tokens:
             raise ValueError(
@@ -102,7 +104,7 @@ class Scheduler(Queues):
             )
 
     def schedule(self) -> ScheduledStep:
-        """Decide the next step, and advance every count by what it will compute."""
+        """Decide what the next step runs, and advance every sequence's count by it."""
         step = ScheduledStep(self._steps, time.perf_counter())
         self._steps += 1
         if self.enable_chunked_prefill:
@@ -116,13 +118,13 @@ class Scheduler(Queues):
         return step
 
     def count_in_flight(self, step: ScheduledStep) -> None:
-        """Let every sequence that samples be longer by a token; one that is complete with it runs no more."""
+        """Add a token in flight to every sequence that samples. One that is complete with it runs no more."""
         decoding = self.decoding
         for sequence in dict.fromkeys(step.sampling):
             sequence.num_in_flight += 1
             if len(sequence) == sequence.max_total_tokens:
                 del decoding[bisect_left(decoding, sequence.request_id, key=by_arrival)]
-                self.note_room()  # it grows no more: the watermark is lower
+                self.note_room()  # it does not grow any more, so the watermark is lower
 
     def _schedule_one_kind(self, step: ScheduledStep) -> None:
         """Schedule whole prompts, or else decodes. After `MAX_PROMPT_STEPS` steps of prompts the decodes go first."""
@@ -147,7 +149,7 @@ class Scheduler(Queues):
             sequence = decoding[i]
             start = sequence.num_computed_tokens
             if start % block_size == 0 and not self._grow(sequence, step):
-                break  # it was the last of the list itself
+                break  # the sequence preempted itself
             scheduled.append(sequence)
             starts.append(start)
             sequence.num_computed_tokens = start + 1
@@ -197,7 +199,7 @@ class Scheduler(Queues):
         step.samples.append(num_tokens == remaining)
         step.num_recomputed += max(0, min(start + num_tokens, sequence.highest_computed) - start)
         sequence.num_computed_tokens += num_tokens
-        self.block_manager.index_computed(sequence)  # the next one admitted may share these blocks already
+        self.block_manager.index_computed(sequence)  # the next admitted sequence can share these blocks
         if num_tokens == remaining:
             self.prefilling.remove(sequence)
             sequence.state = State.DECODING
@@ -209,14 +211,14 @@ class Scheduler(Queues):
         if step.preempted or len(self._refused) >= min(len(self.waiting), LOOKAHEAD):
             return
         passed: list[BatchSequence] = []  # those that did not fit
-        overtakes_left = MAX_OVERTAKES  # until one of them has been overtaken as often as is allowed
+        overtakes_left = MAX_OVERTAKES  # until one of them reaches its limit
         for sequence in self.order.candidates(self.waiting, LOOKAHEAD, self.block_manager):
             if budget == 0 or not self.has_free_slot:
                 return
             if not overtakes_left:
                 break
             if not self.enable_chunked_prefill and step.sequences and self._num_to_run(sequence) > budget:
-                return  # only a recomputation longer than any step is cut, and it starts a step
+                return  # only a recomputation longer than a whole step is cut, and it runs first in a step
             free_slots = self.free_slots_for(sequence)
             if sequence in self._refused or not free_slots or not self._allocate(sequence):
                 passed.append(sequence)
@@ -243,13 +245,32 @@ class Scheduler(Queues):
     def _allocate(self, sequence: BatchSequence) -> bool:
         """Allocate blocks for all of a waiting sequence's tokens, if they and the watermark are free."""
         watermark = self.watermark(sequence)
-        if self.block_manager.num_free <= watermark:  # its last block is never a shared one: spare the look-up
+        if self.block_manager.num_free <= watermark:  # its last block is never shared: skip the look-up
             return False
         return self.block_manager.allocate(sequence, len(sequence), watermark)
 
     def watermark(self, sequence: BatchSequence) -> int:
-        """Return the blocks that must stay free when `sequence` is admitted, so that those that run can grow."""
+        """Return how many blocks must stay free when `sequence` is admitted, so that running sequences can grow."""
         if not self.num_running:
             return 0
         num_tokens = WATERMARK * (self.num_running + 1) << sequence.num_preemptions
         return min(self.block_manager.blocks_for(num_tokens), self.block_manager.num_blocks)
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give blocks to a prompt that is scored: it is in no queue, and keeps them until `free`.
+
+        As at an admission, those that run must still be able to grow. Returns False, and changes nothing, if too few
+        blocks are free.
+        """
+        self._scored.add(sequence)
+        watermark = self.block_manager.blocks_for(WATERMARK * self.num_running)
+        if self.block_manager.allocate(sequence, num_tokens, watermark):
+            return True
+        self._scored.discard(sequence)
+        return False
+
+    def free(self, sequence: Sequence) -> None:
+        """Take the blocks of a scored prompt back."""
+        self.block_manager.free(sequence)
+        self._scored.discard(sequence)
+        self.note_room()

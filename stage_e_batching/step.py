@@ -21,7 +21,7 @@ from stage_d_paged.sequence import Sequence
 
 
 class State(Enum):
-    """Where a sequence is.
+    """The state of a sequence.
 
     WAITING -> PREFILLING -> DECODING -> FINISHED; back to WAITING by preemption; to FINISHED from anywhere by abort.
     There are no other moves.
@@ -41,42 +41,42 @@ class BatchSequence(Sequence):
     state: State = State.WAITING
     batch_slot: int = -1  # while it runs: its row of the sampler's and the runner's tables; -1 = none
     num_preemptions: int = 0  # times its blocks were taken away
-    highest_computed: int = 0  # most tokens computed before it lost its blocks: what is below is computed again
-    times_overtaken: int = 0  # requests that came later and were admitted earlier
+    highest_computed: int = 0  # most tokens computed before it lost its blocks: tokens below that are computed again
+    times_overtaken: int = 0  # later requests that were admitted earlier
     arrival_time: float = 0.0  # seconds on the monotonic clock
     num_in_flight: int = 0  # tokens that were launched and are not known yet
 
-    owner: Any = None  # a weak reference, which leads to the mailbox of the call that made it
+    owner: Any = None  # weak reference to the mailbox of its call
     output: GenerationOutput | None = None  # set when it is complete or has failed
-    streams: bool = True  # whether its call reads tokens as they come, or only the end
+    streams: bool = True  # whether its call reads tokens as they are generated, or only the end
     num_read: int = 0  # tokens that its call has read
     end_was_read: bool = False
 
     def __len__(self) -> int:
-        """Return its number of tokens, those in flight included."""
+        """Return the number of tokens, including those in flight."""
         return len(self.completion.all_token_ids) + self.num_in_flight
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of it has run yet, here also not before it lost its blocks."""
+        """Whether nothing of it has ever run, not even before a preemption."""
         return self.highest_computed == 0
 
     def append(self, token_id: int, logprobs: dict[int, float] | None, now: float) -> bool:
-        """Add the next token; returns whether it is the last, also because the text it makes raised an error."""
+        """Add the next token; returns whether it is the last one, also if decoding its text raised an error."""
         if self.first_token_time == 0.0:
             self.first_token_time = now
         self.completion.append(token_id, logprobs)
         return self.completion.finish_reason is not None
 
     def end(self, now: float) -> None:
-        """Make the output of an answer that is complete or has failed, perhaps before its first step."""
+        """Make the output of a request that is complete or has failed, perhaps before its first step."""
         self.first_scheduled_time = self.first_scheduled_time or now
         self.first_token_time = self.first_token_time or now
         self.finish_time = now
         self.output = self.completion.to_output(self.arrival_time, *self.times, self.num_cached_tokens)
 
 
-S = TypeVar("S", bound=BatchSequence)  # what an engine's sequences are: later ones know more of theirs
+S = TypeVar("S", bound=BatchSequence)  # the engine's type of sequence; later engines extend it
 
 
 class ScheduledSequence(NamedTuple):
@@ -89,30 +89,30 @@ class ScheduledSequence(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A sequence that had to give its blocks back, and why."""
+    """A preempted sequence, and why it was preempted."""
 
     sequence: BatchSequence
     num_blocks: int
-    num_tokens: int  # computed tokens that were given up
+    num_tokens: int  # computed tokens that were lost
     reason: str
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep(Generic[S]):
-    """One step. Decodes come first; entry i of each column belongs to the same sequence."""
+    """One step, stored in columns: entry i of each list belongs to the same sequence. Decodes come first."""
 
     number: int
-    time: float  # when it was decided, on the monotonic clock
+    time: float  # when it was scheduled (monotonic clock)
     sequences: list[S] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # position of the first token that runs
     num_tokens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
-    num_decodes: int = 0  # this many entries run one token, the one sampled last
+    num_decodes: int = 0  # the first entries, which run one token each: the last one sampled
     admitted: list[S] = field(default_factory=list)  # those that were given a batch slot in this step
     grown: list[S] = field(default_factory=list)  # those whose block table is longer than before
     preempted: list[Preemption] = field(default_factory=list)
-    num_recomputed: int = 0  # of the tokens that run, those that ran before and were lost by preemption
-    idle_reason: str = ""  # why nothing runs, where nothing does
+    num_recomputed: int = 0  # tokens of this step that ran before and were lost by preemption
+    idle_reason: str = ""  # why nothing runs, if nothing does
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -144,20 +144,20 @@ class Counters:
     """Totals since the engine was made."""
 
     num_steps: int = 0
-    # Prompt tokens computed (those out of the prefix cache are not), and one for each return from a preemption: the
-    # token that was sampled last before it, which runs for the first time then.
+    # Prompt tokens computed (without those from the prefix cache), and one for each return from a preemption: the last
+    # sampled token, which runs for the first time then.
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0  # of the requests that were admitted
-    num_cached_tokens: int = 0  # of these, those that the prefix cache had
+    num_cached_tokens: int = 0  # how many of these the prefix cache had
     num_recomputed_tokens: int = 0  # tokens computed again after a preemption
     num_preemptions: int = 0
     num_finished: int = 0
-    num_aborted: int = 0  # those that failed are among them
+    num_aborted: int = 0  # including those that failed
 
     @property
     def num_run_prefill_tokens(self) -> int:
-        """Those computed for the first time and those computed again."""
+        """Prefill tokens that ran, whether for the first time or again."""
         return self.num_prefill_tokens + self.num_recomputed_tokens
 
     def count_step(self, step: ScheduledStep) -> None:
@@ -168,7 +168,7 @@ class Counters:
         self.num_preemptions += len(step.preempted)
 
     def count_admitted(self, step: ScheduledStep) -> None:
-        """Count the prompts that a step begins. Later they may have been preempted, and be longer."""
+        """Count the prompts that a step begins; later they may be preempted, and be longer."""
         for sequence in step.admitted:
             if sequence.is_new:
                 self.num_prompt_tokens += sequence.num_prompt_tokens

@@ -10,7 +10,7 @@ from stage_e_batching.calls.mailbox import Event
 
 
 class Stepping:
-    """Steps for requests without a call of their own, and what came of them.
+    """Run steps for requests that were added one by one, and collect their results.
 
     Args:
         calls: of the engine.
@@ -18,14 +18,14 @@ class Stepping:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._ended: list[Event] = []  # requests that `step` has not returned, or raised what ended them
+        self._ended: list[Event] = []  # ended requests whose result or error `step` has not handed out
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its id."""
         return self._calls.add_request(request, streams=False)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Run one step of everything that was added: see `LLM.step`."""
+        """Run one step of all requests that were added: see `LLM.step`."""
         counters = self._calls.engine.counters
         prefilled, decoded = counters.num_run_prefill_tokens, counters.num_generated_tokens
         self._ended += self._calls.step()
@@ -41,5 +41,5 @@ class Stepping:
         return finished, num_tokens
 
     def is_finished(self) -> bool:
-        """Tell whether `step` has returned all requests that were added, or raised what ended them."""
+        """Tell whether `step` has returned every request that was added, or raised its error."""
         return not self._ended and self._calls.is_finished()

@@ -1,7 +1,7 @@
 """A record of every step, one JSON object a line: what the scheduler decided and how long it took.
 
-`benchmarks/pictures/timeline.py` draws it: which request ran when, how the tokens of a step were shared out, how full
-the pool was.
+`benchmarks/pictures/timeline.py` draws it: which request ran when, how a step's tokens were distributed, how full the
+pool was.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stage_e_batching.step import BatchSequence, ScheduledStep
 
 
 class Trace:
-    """Writes the records to `path`, which is made anew; `OSError` if that cannot be done."""
+    """Writes the records to `path`, replacing the file; `OSError` if it cannot be written."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         try:
@@ -30,7 +30,7 @@ class Trace:
         self._open: dict[int, dict[str, Any]] = {}  # records of steps that have begun, by number
 
     def begin(self, step: ScheduledStep, scheduler: Scheduler) -> None:
-        """Note what was decided, and what the pool and the queue are like while the step runs."""
+        """Record the scheduler's decision, and the state of pool and queue while the step runs."""
         self._open[step.number] = {
             "step": step.number,
             "start": step.time - self._start,  # seconds since the trace began
@@ -70,11 +70,11 @@ class Trace:
             "finished": [{"id": s.request_id, "reason": s.completion.finish_reason} for s in ended],
         }
         line = json.dumps(record) + "\n"
-        with suppress(ValueError):  # the file is closed: a call may still run when another thread closes the engine
+        with suppress(ValueError):  # the file is closed: another thread may close the engine while a call runs
             self._file.write(line)
 
     def forget(self) -> None:
-        """Drop the steps that have begun: they broke off."""
+        """Drop the records of steps that broke off."""
         self._open.clear()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""In which order waiting requests are looked at: first come first served, or another policy.
+"""The order in which waiting requests are tried: first come first served, or another policy.
 
-An order is a small object with one method. It looks at the requests that wait, and nothing else; whether a request fits
-is the scheduler's business. Any order but the first lets later requests pass earlier ones, so each of them is bounded:
-a request that was overtaken `MAX_OVERTAKES` times is looked at alone, until it is in.
+An order is a small object with one method. It sees only the waiting requests; the scheduler decides whether a request
+fits. Every order but the first lets later requests overtake earlier ones, within a bound: once a request was overtaken
+`MAX_OVERTAKES` times, only that request is tried until it is admitted.
 
     llm.engine.scheduler.order = ShortestFirst()
 """
@@ -18,7 +18,7 @@ from stage_e_batching.step import BatchSequence
 
 
 class ByRank:
-    """The lowest rank first, ties by arrival; a starving request alone."""
+    """Lowest rank first, ties by arrival; a request at the limit of overtakes is the only candidate."""
 
     def rank(self, sequence: BatchSequence, manager: BlockManager) -> float:
         raise NotImplementedError(f"{type(self).__name__} has no rank")
@@ -31,15 +31,15 @@ class ByRank:
 
 
 class ShortestFirst(ByRank):
-    """Shortest prompt first, with ageing: the mean wait of many short requests is what one long one would cost them."""
+    """Shortest prompt first, with ageing. This lowers the mean wait: short requests do not wait for a long one."""
 
     def rank(self, sequence: BatchSequence, manager: BlockManager) -> float:
-        """Return what decides the sequence's place among those that wait."""
+        """Return the number by which waiting sequences are sorted."""
         return len(sequence) - 16 * sequence.times_overtaken
 
 
 class Priority(ByRank):
-    """By a number that the caller gives each request, the lowest first.
+    """By a priority that the caller gives each request, lowest number first.
 
     Args:
         priority_of: the request's prompt -> its priority.
@@ -53,7 +53,7 @@ class Priority(ByRank):
 
 
 class LongestCachedPrefix(ByRank):
-    """The request first of which the prefix cache holds most tokens, while it still does (SGLang's default order)."""
+    """Longest cached prefix first, to use it before it is evicted (SGLang's default order)."""
 
     def rank(self, sequence: BatchSequence, manager: BlockManager) -> float:
         return -manager.count_cached_tokens(sequence)

@@ -1,4 +1,4 @@
-"""Stage F: the CPU taken out of the loop by CUDA graphs, overlap and fused kernels; then more GPUs."""
+"""Stage F: CUDA graphs, overlap and fused kernels take the CPU out of the loop; then more GPUs."""
 
 from stage_a_naive.entrypoints.lazy import import_when_used
 

@@ -16,7 +16,7 @@ DESCRIPTION = "Stage F: CUDA graphs, overlapped scheduling, fused kernels, tenso
 
 
 def idea(llm: LLM, metrics: Metrics) -> str:
-    """Say who launched what."""
+    """Say how the steps were launched."""
     recorded, eager = tr("recorded as CUDA graphs or one launch"), tr("run as they are: no GPU, no graphs")
     ahead, waiting = (
         tr("each launched before the host had the token of the last"),

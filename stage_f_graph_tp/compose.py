@@ -1,4 +1,4 @@
-"""Compose a runner from the options: which forwards there are, and what is recorded."""
+"""Compose a runner from the options: choose its forwards, and record its graphs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def compose_runner(
     Args:
         runtime, kv_cache: the model and its pool.
         sampler: with `options.max_num_seqs` batch slots.
-        options: which ideas are switched on, and the limits of a step.
-        batch, tokens, graphs: in place of stage F's own builder of inputs and tokens on the device; more graphs.
+        options: say which ideas are switched on, and the limits of a step.
+        batch, tokens, graphs: replace stage F's builder of inputs and its tokens on the device; further graphs.
     """
     batch = batch or InputBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
     if tokens is None:
@@ -55,7 +55,7 @@ def compose_runner(
 
 
 def make_buffers(runtime: Runtime, options: GraphOptions, batch: InputBatch) -> StepBuffers:
-    """Make the memory for the input of the largest step."""
+    """Allocate memory for the input of the largest step."""
     most_seqs = options.max_num_seqs + 1  # 1 for padding
     return StepBuffers(largest_input(options.max_num_batched_tokens, most_seqs, batch.max_blocks), runtime.device)
 
@@ -63,8 +63,8 @@ def make_buffers(runtime: Runtime, options: GraphOptions, batch: InputBatch) -> 
 def choose_megakernel(
     runtime: Runtime, kv_cache: KVCache, tokens: Tokens, batch: InputBatch, options: GraphOptions
 ) -> list[MegakernelSteps]:
-    """Return the megakernel as a forward, where it is wanted and can run."""
-    # The reference attention is asked for to be run.
+    """Return the megakernel as a forward, if it is switched on and can run."""
+    # Who asks for the reference attention wants it to run.
     if runtime.device.type != "cuda" or runtime.backend.name == "reference" or not options.uses("megakernel"):
         return []
     kernel = choose_decode_step(runtime)
@@ -79,18 +79,18 @@ def record_graphs(
     report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     watch: Callable[[Recorder], Recorder] = lambda record: record,
 ) -> None:
-    """Record a runner's steps, on a GPU where graphs are wanted and possible.
+    """Record a runner's steps as CUDA graphs, if the options and the device allow it.
 
     Args:
         most_decodes: sequences of the largest decode step.
-        report: called with a line about each kind of steps.
-        watch: makes another recorder of the one that records.
+        report: called with one line per kind of step.
+        watch: wraps the recorder.
     """
     decodes = capture_sizes(most_decodes) if options.uses("graphs") else []
     prefills = prefill_sizes(options.max_num_batched_tokens) if options.uses("prefill_graphs") else []
     if runtime.device.type != "cuda" or not (decodes or prefills):
         return
-    if runtime.backend.name == "reference":  # it asks the device for the longest context
+    if runtime.backend.name == "reference":  # it reads the longest context back from the device
         report("CUDA graphs: not used (attention_backend='reference' cannot be recorded)")
         return
     for line in runner.capture(watch(GraphRecorder(runtime.device)), decodes, prefills):

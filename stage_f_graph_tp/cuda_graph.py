@@ -1,16 +1,16 @@
 """CUDA graphs: the launches of a decode step recorded once and replayed as one.
 
-A decode step is a few hundred kernels, each of a few microseconds, and launching one from Python costs about as much as
-running it. A CUDA graph is the recorded list of launches with all their arguments; replaying it costs one launch, and
-the kernels follow each other within about a microsecond.
+A decode step is a few hundred kernels of a few microseconds each, and launching a kernel from Python takes about as
+long as running it. A CUDA graph is a recorded list of launches with all their arguments. Replaying it costs one launch,
+and its kernels follow each other within about a microsecond.
 
-What is recorded is fixed: addresses, grid sizes, the number of rows. So
+A recording fixes addresses, grid sizes and the number of rows. So
 
-* inputs are stored at fixed addresses, and a step copies its own there before the replay;
-* there is a graph for each of the *capture sizes*, and a batch is padded up to the next one. Padding rows
-  have a context of 0 and slot -1, so that they read no KV and write none, and a batch slot of their own, so that
-  their tokens go nowhere. Steps with prefill have graphs of their own (`prefill_graphs.py`). More decodes than the
-  largest size run in one of those, or eagerly where there is none;
+* inputs are stored at fixed addresses, and a step copies its input there before the replay;
+* there is a graph for each of the *capture sizes*, and a batch is padded up to the next one. Padding rows have a
+  context of 0 and slot -1, so that they neither read nor write KV, and share a spare batch slot, where their tokens do
+  no harm. Steps with prefill have other graphs (`prefill_graphs.py`). A step with more decodes than the largest size
+  runs in one of those graphs, or eagerly if none fits;
 * lengths, positions and block tables are read from device memory, so one graph serves every step of its size.
 
 All graphs share one memory pool: they never run at the same time.
@@ -33,11 +33,11 @@ from stage_f_graph_tp.forward import StepHead, StepOutput
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, TokenSource
 
 LARGEST_GRAPH = 512
-NOTHING = StepShape(0, 0, 0, 0, 0, 0, 0)  # of a step that is all padding
+NOTHING = StepShape(0, 0, 0, 0, 0, 0, 0)  # a step of padding only
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: small ones close together, then steps of 16, up to `max_num_seqs` or 512."""
+    """Return the batch sizes to capture: small ones close together, then every 16, up to `max_num_seqs` or 512."""
     top = min(max_num_seqs, LARGEST_GRAPH)
     sizes = [size for size in (1, 2, 4, 8) if size < top] + list(range(16, top, 16))
     return [*sizes, top]
@@ -45,7 +45,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Launches that can be repeated."""
+    """A recorded list of launches that can be replayed."""
 
     replay: Callable[[], object]
     result: StepOutput
@@ -53,7 +53,7 @@ class Recorded:
 
 Body = Callable[[], StepOutput]
 Recorder = Callable[[Body], Recorded]
-Compute = Callable[[StepInput[Tensor], StepShape], StepOutput]  # what is in front of the head: the layers
+Compute = Callable[[StepInput[Tensor], StepShape], StepOutput]  # computes the layers, which come before the head
 
 
 class GraphRecorder:
@@ -65,7 +65,7 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, body: Body) -> Recorded:
-        # Once without recording: kernels get compiled and libraries make their workspaces, which a graph cannot hold.
+        # Run it once without recording: compiling kernels and allocating library workspaces cannot be recorded.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             body()
@@ -78,10 +78,10 @@ class GraphRecorder:
 
 
 class StepGraphs:
-    """A recorded step for each of a few shapes.
+    """Recorded steps, one for each of a few shapes.
 
     Args:
-        name: of the work that is recorded.
+        name: names the recorded work in the report.
         shapes: ascending by size.
     """
 
@@ -89,10 +89,10 @@ class StepGraphs:
         self.name = name
         self.shapes = shapes
         self._recorded: dict[StepShape, Recorded] = {}
-        self.num_bytes = 0  # device memory that the graphs took
+        self.num_bytes = 0  # device memory that the graphs take
 
     def capture(self, record: Recorder, body_of: Callable[[StepShape], Body], device: torch.device) -> None:
-        """Record every shape, the largest first, so that the smaller ones fit into its memory."""
+        """Record every shape, the largest first, so that smaller graphs reuse its memory."""
         before = _used_bytes(device)
         shapes = progress_bar(reversed(self.shapes), desc="capture CUDA graphs", total=len(self.shapes), unit="graph")
         for shape in shapes:
@@ -102,14 +102,14 @@ class StepGraphs:
     def record_steps(
         self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
     ) -> str:
-        """Record every shape from the parts that run it without a graph; returns a line about what that took."""
+        """Record every shape, using the parts that run it without a graph; returns a line about memory and time."""
         start = time.perf_counter()
         self.capture(record, lambda shape: self.body(shape, buffers, compute, head), device)
         seconds, size = time.perf_counter() - start, self.num_bytes / 2**20
         return f"CUDA graphs: {len(self.shapes)} for {self.name}, {size:.0f} MiB, {seconds:.1f} s"
 
     def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
-        """Return what is recorded for a shape, on inputs that are all padding while it is recorded."""
+        """Return the function to record for a shape. During the recording its input is padding only."""
         raise NotImplementedError
 
     @property
@@ -118,20 +118,20 @@ class StepGraphs:
 
 
 def decode_shape(size: int, table_width: int, max_model_len: int, source: int = TokenSource.DEVICE) -> StepShape:
-    """Return the shape in which a decode step of this many rows is recorded."""
+    """Return the shape that records a decode step of `size` rows."""
     return StepShape(size, size, size, table_width, size, 1, max_model_len, source)
 
 
 class DecodeGraphs(StepGraphs):
-    """A recorded decode step for every capture size: a forward for decodes, from the embedding to the sampled tokens.
+    """Recorded decode steps, one per capture size: a forward from the embedding to the sampled tokens.
 
     Args:
         sizes: batch sizes, ascending.
-        table_width: columns of the block tables: what `max_model_len` takes.
+        table_width: columns of the block tables, enough for `max_model_len`.
         max_model_len: the longest context.
         padding_slot: the batch slot of padding rows.
-        source: where the decodes' tokens come from, a `TokenSource`; other steps are not taken.
-        name: of the steps.
+        source: a `TokenSource`, where the decodes' tokens come from; it takes no steps with another source.
+        name: names the steps in the report.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class DecodeGraphs(StepGraphs):
         super().__init__(name, [decode_shape(size, table_width, max_model_len, source) for size in sizes])
 
     def takes(self, shape: StepShape) -> StepShape | None:
-        """Return the recorded shape that serves `shape`; None where none does."""
+        """Return the recorded shape that can run `shape`; None if there is none."""
         if shape.num_decodes != shape.num_seqs or shape.source != self._source or shape.num_seqs > self._sizes[-1]:
             return None
         return self.shapes[bisect_left(self._sizes, shape.num_seqs)]
 
     def pad(self, host: StepInput, exact: StepShape) -> None:
-        """Make all rows after those of `exact` padding. The step fills in the others."""
+        """Pad the rows that `exact` leaves unfilled."""
         count = exact.num_seqs
         host.input_ids[count:] = 0
         host.positions[count:] = 0
@@ -171,12 +171,12 @@ class DecodeGraphs(StepGraphs):
         host.block_tables[count:] = -1
 
     def padding(self, buffers: StepBuffers, shape: StepShape) -> StepInput[Tensor]:
-        """Return an input of this shape on the device that is all padding, for a step to be recorded on."""
+        """Return a device input of this shape that is padding only, for recording."""
         self.pad(buffers.next_host(shape), NOTHING)
         return buffers.send()
 
     def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
-        """Return the decode step of this shape that is recorded: the layers, the LM head, the sampler."""
+        """Return the decode step to record for this shape: the layers, the LM head, the sampler."""
         inputs = self.padding(buffers, shape)
         return lambda: head.sample(compute(inputs, shape), inputs, shape)
 
@@ -191,5 +191,5 @@ def _used_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     gc.collect()
-    torch.cuda.empty_cache()  # what the allocator keeps for later is nobody's; recording, too, empties it
+    torch.cuda.empty_cache()  # cached memory does not count as used; recording empties the cache too
     return torch.cuda.memory_reserved(device)

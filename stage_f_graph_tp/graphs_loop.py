@@ -1,9 +1,10 @@
 """A decode step in one call: record the calls of a step once, and replay them for every token.
 
 A kernel of a small decode step runs for a few microseconds, and Python takes longer to launch it: the GPU waits.
-But every step makes the same calls, as stage B's works on fixed memory. So note them once, with all arguments, and let
-one call make them all again: on a GPU, a CUDA graph. No Python is in it: an `if` took one branch for good. What changes
-must be in memory, as the token is: a replay writes it where the next one reads it. The answers are stage B's loop's.
+But every step makes the same calls, as stage B's works on fixed memory. So record them once, with all arguments, and
+let one call repeat them all: on a GPU, a CUDA graph. It contains no Python: an `if` has taken one branch for good.
+Values that change must be in memory, like the token: a replay writes it where the next one reads it. The answers equal
+those of stage B's loop.
 """
 
 from collections.abc import Callable
@@ -19,20 +20,20 @@ from stage_a_naive.loop import QUESTION, encode
 from stage_b_decode_step.loop import decode_step, generate, prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-graphs: dict[torch.Tensor, Callable] = {}  # of each generation, which has memory of its own
-made: list[tuple] = []  # calls of PyTorch: what was called, with which arguments, and the results
+graphs: dict[torch.Tensor, Callable] = {}  # one per generation, which has separate memory
+made: list[tuple] = []  # PyTorch calls: the function, its arguments, its results
 
 
-class Calls(TorchDispatchMode):  # inside `with Calls():` every call that reaches PyTorch is noted
+class Calls(TorchDispatchMode):  # inside `with Calls():` every call that reaches PyTorch is recorded
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made.append((function, args, kwargs or {}, function(*args, **(kwargs or {}))))
         return made[-1][-1]
 
 
 def record(step: Callable[[], None]) -> Callable[[], None]:
-    """Run a step once, and return a function that makes all of its calls again."""
+    """Run a step once, and return a function that repeats all of its calls."""
     if DEVICE == "cuda":
-        step()  # compiles and allocates what is used for the first time, which a graph cannot
+        step()  # a first run compiles and allocates, which a graph cannot do
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()  # recorded, not run
@@ -47,12 +48,12 @@ def replay(calls: list[tuple]) -> None:
     for function, args, kwargs, results in calls:
         for old, new in zip(tree_leaves(results), tree_leaves(function(*args, **kwargs)), strict=True):
             if old.data_ptr() != new.data_ptr():
-                old.copy_(new)  # where the calls after this one look for it
-    made.clear()  # this stand-in has made them all; with a graph, none of them would come from Python
+                old.copy_(new)  # where later calls read it
+    made.clear()  # this stand-in made them all; with a graph, none of them would come from Python
 
 
 def replayed_step(model: PreTrainedModel, token: torch.Tensor, cache: StaticCache) -> None:
-    """Run the token, and overwrite it with the next one, as `decode_step` does: record that once, then replay it."""
+    """Run the token and overwrite it with the next one, as `decode_step` does: record once, then replay."""
     if token in graphs:
         graphs[token]()
     else:

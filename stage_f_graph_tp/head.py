@@ -1,8 +1,9 @@
 """The LM head and the sampler: from final states to tokens on their way to the host.
 
-What a CUDA graph can hold is `sample`: logits, a token for each row, and the tokens kept where the next step reads
-them. What reaches beyond that (log-probabilities, a replaced sampler) is added behind it, for steps in which some row
-asks for it. The tokens are copied to the host without waiting, and `InFlight.wait` fetches them when they are needed.
+`sample` is the part that a CUDA graph can hold: it computes logits, chooses a token for each row, and keeps the tokens
+    where the next step reads them. `complete` adds the rest (log-probabilities, a replaced sampler) after the graph,
+    for steps in which some row asks for it. The tokens are copied to the host without waiting, and `InFlight.wait`
+    fetches them when they are needed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 
 @dataclass(frozen=True)
 class InFlight:
-    """A step that the device has been told to run."""
+    """A step that was launched on the device."""
 
     sampled: SampledTokens | None  # None: nothing samples in this step
     host_ids: Tensor | None = None
@@ -41,7 +42,7 @@ class InFlight:
         if self.sampled is None:
             return parts.Sampled([])
         if self.check is not None:
-            self.check()  # before anything is made of the results, which may be any numbers
+            self.check()  # first, because invalid results may be any numbers
         if self.arrived is not None:
             self.arrived.synchronize()
         assert self.host_ids is not None
@@ -55,14 +56,14 @@ class Head:
     """The LM head over the whole vocabulary, and the sampler.
 
     Args:
-        model: it has the LM head.
-        vocab_size: of the whole model.
-        sampler: of at least as many batch slots as `tokens`.
-        tokens: where the next step reads what was sampled.
+        model: has the LM head.
+        vocab_size: the whole model's.
+        sampler: has at least as many batch slots as `tokens`.
+        tokens: keep the sampled tokens for the next step.
 
     Attributes:
-        completes: what rows may need of the sampler that `complete` adds to what `sample` does.
-        makes_logits: whether `sample` makes whole rows of logits.
+        completes: flags of the sampler features that need `complete` after `sample`.
+        makes_logits: whether `sample` computes whole rows of logits.
     """
 
     completes = LOGPROBS | REPLACED
@@ -73,16 +74,16 @@ class Head:
     ) -> None:
         self.model, self.sampler, self.tokens = model, sampler, tokens
         self.device = tokens.by_slot.device
-        # Where recorded steps leave their logits, all of them at the same address; made when steps are recorded.
+        # The one buffer into which all recorded steps write their logits; allocated when steps are recorded.
         self._logits = torch.empty(0, vocab_size, dtype=dtype, device=self.device)
         pinned = self.device.type == "cuda"
         self._host_ids = [torch.empty(tokens.num_slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
 
     def prepare(self, shapes: list[StepShape], record: Callable) -> list[str]:
-        """Make one place for the logits of all steps of these shapes, which are recorded next.
+        """Allocate one buffer for the logits of all steps of these shapes, which are recorded next.
 
         Returns:
-            a line about each kind of steps that it has recorded itself: none here.
+            a line per kind of step that it records itself: none here.
         """
         rows = max((shape.num_samples for shape in shapes), default=0)
         if self.device.type == "cuda" and self.makes_logits:
@@ -90,7 +91,7 @@ class Head:
         return []
 
     def sample(self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
-        """Choose a token for every row of the final states or logits, and keep it for the next step."""
+        """Choose a token for every row of final states or logits, and keep it for the next step."""
         rows = output.hidden if output.logits is None else output.logits
         assert rows is not None
         output = self.choose(output, inputs.sampling.first(len(rows)))
@@ -98,7 +99,7 @@ class Head:
         return output._replace(kept=self._keep(output.ids, output.told, inputs, shape))
 
     def _keep(self, ids: Tensor, told: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
-        """Keep a step's tokens for the next step; returns what the host may see of them."""
+        """Keep a step's tokens for the next step; returns the tokens to copy to the host."""
         kept = self.tokens.keep(ids, inputs, shape)
         return told if kept is ids else torch.where(kept == ids, told, kept)
 
@@ -115,12 +116,12 @@ class Head:
     def finish(
         self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
     ) -> InFlight:
-        """Make what is missing of a step's tokens, and start their copy to the host, without padding rows.
+        """Compute a step's missing outputs, and start the copy of its tokens to the host, without padding rows.
 
         Args:
-            output: with the final states of all tokens, or of the rows that sample.
+            output: has the final states of all tokens, or of the rows that sample.
             sample_slots: the batch slots of the rows that are not padding.
-            needs: what these rows need of the sampler.
+            needs: flags of the sampler features that these rows use.
         """
         count = len(sample_slots)
         if count == 0:
@@ -140,7 +141,7 @@ class Head:
             sampled = self.complete(output, inputs.sampling.first(count), sample_slots)
         except Exception:
             if output.check is not None:
-                output.check()  # the sampler may have been handed what a step that gave up left
+                output.check()  # a step that gave up may have left invalid input for the sampler
             raise
         sampled = replace(sampled, told=self._keep(sampled.ids, sampled.told, inputs, shape))
         return self._fetch(sampled, output.check)
@@ -155,8 +156,8 @@ class Head:
     def _fetch(self, sampled: SampledTokens, check: Callable[[], None] | None) -> InFlight:
         """Start the copy of the tokens to the host."""
         if self.device.type != "cuda":
-            return InFlight(sampled, sampled.told.clone(), check=check)  # the next replay writes over them
-        self._host_ids.reverse()  # the other one may still be read
+            return InFlight(sampled, sampled.told.clone(), check=check)  # the next replay overwrites them
+        self._host_ids.reverse()  # the other buffer may still be read
         host_ids = self._host_ids[0][: len(sampled.told)]
         host_ids.copy_(sampled.told, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -164,7 +165,7 @@ class Head:
         return InFlight(sampled, host_ids, arrived, check)
 
     def discard(self, last: parts.InFlight) -> None:
-        """Wait for the step that was launched last, and drop it. If it fails as well, that was reported before."""
+        """Wait for the last launched step, and drop it. Its error, if any, was reported before."""
         with suppress(Exception):
             last.wait()
 

@@ -1,8 +1,8 @@
-"""From a scheduled step to the model's input, with no loop over tokens or decodes.
+"""Build the model's input from a scheduled step, without a loop over tokens or decodes.
 
-What a request brings with it (its block table, its prompt's length) is kept in numpy tables with a row for each batch
-slot. A row is written when a sequence is admitted, and again only when the sequence gets a block. The rows of all
-decodes are gathered with whole-array operations, and a chunk of a prompt is a slice of each array; Python's part is
+The data of a request (its block table, its prompt's length) is kept in numpy tables with one row per batch slot. A row
+is written when a sequence is admitted, and again only when the sequence gets a block. The rows of all decodes are
+gathered with whole-array operations, and a chunk of a prompt is a slice of each array. So the work in Python is
 proportional to what changed.
 """
 
@@ -18,11 +18,11 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
 class InputBatch:
-    """The tables of the batch slots, and the building of a step's input from them.
+    """Keeps a table row per batch slot, and builds the input of a step from these tables.
 
     Args:
         max_num_seqs: sequences that can run at the same time.
-        max_model_len, block_size: they bound the length of a block table.
+        max_model_len, block_size: bound the length of a block table.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -34,7 +34,7 @@ class InputBatch:
         self._positions = np.arange(self.max_blocks * block_size)
 
     def update(self, step: ScheduledStep) -> None:
-        """Take over what the step changed: the admitted sequences, and the block tables that have grown."""
+        """Update the tables: rows of admitted sequences, and block tables that have grown."""
         for sequence in step.admitted:
             self._tables[sequence.batch_slot] = -1
             self._prompt_lens[sequence.batch_slot] = sequence.num_prompt_tokens
@@ -43,7 +43,7 @@ class InputBatch:
             self._tables[sequence.batch_slot, : len(table)] = table
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
-        """Return the sizes of a step's input. The table is as wide as the longest context needs, and no wider."""
+        """Return the sizes of a step's input. The block table is as wide as the longest context needs."""
         longest = max(map(add, step.starts, step.num_tokens))
         return StepShape(
             num_tokens=step.total_tokens,
@@ -56,7 +56,7 @@ class InputBatch:
         )
 
     def fill(self, step: ScheduledStep, out: StepInput[np.ndarray]) -> np.ndarray:
-        """Write a step's input, all but the sampler's part, into host views of its size or larger.
+        """Write a step's input, except the sampler's part, into host views of its size or larger.
 
         Returns:
             how many tokens each sampling sequence has generated before, int64 [samples].
@@ -78,7 +78,7 @@ class InputBatch:
         return generated
 
     def _fill_decodes(self, step: ScheduledStep, out: StepInput[np.ndarray]) -> np.ndarray:
-        """Write the sequences that run one token. Which token it is, is known on the device; all of them sample."""
+        """Write the decodes, which run one token each and all sample. The device knows the tokens."""
         count = step.num_decodes
         batch_slots = np.array([sequence.batch_slot for sequence in step.sequences[:count]])  # [decodes]
         positions = np.array(step.starts[:count])
@@ -95,7 +95,7 @@ class InputBatch:
         return positions + 1 - self._prompt_lens[batch_slots]
 
     def _fill_chunk(self, step: ScheduledStep, i: int, first: int, out: StepInput[np.ndarray]) -> int:
-        """Write a chunk of a prompt, entry `i` of the step, as tokens `first` … of its input; returns where it ends."""
+        """Write entry `i` of the step, a chunk of a prompt, from input token `first` on; returns where it ends."""
         sequence, start, count = step.sequences[i], step.starts[i], step.num_tokens[i]
         end, last, table = start + count, first + count, self._tables[sequence.batch_slot]
         out.input_ids[first:last] = np.frombuffer(pack(sequence.token_ids[start:end]), np.int32)

@@ -1,6 +1,6 @@
-"""The tokens that were sampled last, on the device: a step reads there what the step before has written.
+"""The last sampled tokens, on the device: a step reads the tokens that the previous step has written.
 
-The host gets a copy of every token, but nothing on the device waits for the host to send it back.
+The host gets a copy of every token, but the device does not wait for the host to send it back.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from stage_f_graph_tp.step_input import StepInput, StepShape, TokenSource
 
 
 class Tokens(Protocol):
-    """The tokens that the device already has: `LastTokens`, or a larger table."""
+    """The tokens that are already on the device: `LastTokens`, or a larger table."""
 
-    by_slot: Tensor  # int64 [num_slots + 1]: each batch slot's last one
+    by_slot: Tensor  # int64 [num_slots + 1]: each batch slot's last token
     num_slots: int
 
     def read(self, inputs: StepInput[Tensor], shape: StepShape) -> None:
@@ -33,10 +33,10 @@ class LastTokens:
 
     Args:
         num_slots: batch slots.
-        device: where the model computes.
+        device: the model's.
 
     Attributes:
-        by_slot: int64 `[num_slots + 1]`; the padding rows of a graph write to the last place.
+        by_slot: int64 `[num_slots + 1]`; padding rows of a graph write to the last entry.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class LastTokens:
         self.by_slot = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
     def read(self, inputs: StepInput[Tensor], shape: StepShape) -> None:
-        """Complete a step's input on the device: the tokens of its decodes, unless the host has sent them."""
+        """Fill in the tokens of a step's decodes on the device, unless the host has sent them."""
         decodes = shape.num_decodes
         if decodes and shape.source == TokenSource.DEVICE:
             torch.index_select(self.by_slot, 0, inputs.batch_slots[:decodes], out=inputs.input_ids[:decodes])

@@ -37,11 +37,11 @@ class LLM(stage_e.LLM):
 
     `LLM(..., tensor_parallel_size=n)` starts its own workers.
 
-    With overlap, `step` returns what came of the step before.
+    With overlap, `step` returns the results of the previous step.
 
     Args:
         model, device, dtype, seed: as in stage A.
-        options: those of `GraphOptions`, by name.
+        options: see `GraphOptions`; passed by name.
 
     Raises:
         ModelError, TypeError, ValueError, MemoryError, OSError: as in stage E.
@@ -62,7 +62,7 @@ class LLM(stage_e.LLM):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        self._end_ranks: Callable[[], object] | None = None  # end the workers, if there are any, and release the graphs
+        self._end_ranks: Callable[[], object] | None = None  # ends the workers, if any, and releases the graphs
         try:
             super().__init__(model, device=device, dtype=dtype, seed=seed, **options)
         except BaseException:
@@ -71,7 +71,7 @@ class LLM(stage_e.LLM):
             raise
 
     def _engine(self) -> Engine:
-        """The ring of stage E; with overlap, a step is launched before the tokens of the last one are fetched."""
+        """Make stage E's ring; with overlap it launches a step before it fetches the tokens of the last one."""
         depth = 1 if self.options.uses("overlap") else 0
         return Engine(self._scheduler(), self.runner, depth=depth, trace=self.trace)
 
@@ -98,12 +98,12 @@ class LLM(stage_e.LLM):
         self.device = rank.runtime.device
         workers = rank.runner.ranks.workers
         assert workers is not None  # this is rank 0
-        # Called by close(), and also when the engine is dropped or the program ends without it.
+        # Called by close(), and also if the engine is collected or the program ends without close().
         self._end_ranks = weakref.finalize(self, end_ranks, workers, rank.groups, weakref.ref(rank.runner))
         return rank.runtime, rank.runner
 
     def close(self) -> None:
-        """End the workers, if there are any, release the graphs and close the trace file; a second time do nothing."""
+        """End the workers, release the graphs and close the trace file. A second call is a no-op."""
         super().close()
         if self._end_ranks is not None:
             self._end_ranks()

@@ -1,14 +1,14 @@
-"""Decode steps that are a single launch: what the CPU does around the persistent megakernel.
+"""Decode steps in a single launch: the CPU side of the persistent megakernel.
 
-A step is a copy of the input and one kernel. Around stage D's layers there would be more: a gather of the tokens, the
-sampler's kernels, copies to the host, and the GPU loses time at every border between a copy and a kernel. Here the
-kernel does all that:
+A step is a copy of the input and one kernel. With stage D's layers there would be more: a gather of the tokens, the
+sampler's kernels, copies to the host; and the GPU loses time between each copy and kernel. Here the kernel does all of
+that:
 
-* It reads each row's token from `last_tokens`, and writes there the token that it has sampled.
-* It writes the tokens to the host's memory too, over the bus, with the word that says whether the step is valid.
+* It reads each row's token from `last_tokens`, and writes the sampled token back.
+* It also writes the tokens to host memory, over the bus, with a word that says whether the step is valid.
 
-A single kernel needs no CUDA graph: launching it is one call, whose arguments may change from step to step. But the GPU
-may be waiting for that call, so whatever is the same in every step is made once: memory, its views, events.
+A single kernel needs no CUDA graph: launching it is one call, whose arguments may change from step to step. The GPU may
+    be waiting for that call, so everything that is the same in every step is made once: memory, views, events.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape, Token
 
 
 class Launch(NamedTuple):
-    """Where a launch leaves its results. What is on the host may be read once the event `arrived` has happened."""
+    """The results of a launch. Those on the host may be read once the event `arrived` has happened."""
 
     logits: Tensor  # float32 [rows, vocab], on the device
     result: Tensor  # int64 [rows + 1], on the host: the tokens, and the word that says whether they are valid
     arrived: torch.cuda.Event | None  # None on a CPU
-    sampled: StepOutput  # with the kernel's own tokens, those of rows that ask for a temperature at most
-    scored: StepOutput  # with the logits alone
+    sampled: StepOutput  # with the kernel's tokens, for greedy or temperature-only rows
+    scored: StepOutput  # with the logits only
 
 
 class MegakernelSteps:
-    """A forward for decodes of a few requests: one launch. At most two may be under way.
+    """A forward for decodes of a few requests: one launch. At most two may be in flight.
 
-    The kernel's own tokens are those of requests that ask for nothing but a temperature. For others the sampler runs
-    behind it, by a graph where it was recorded.
+    The kernel samples for greedy or temperature-only requests. For others the sampler runs after it, in a graph if one
+    was recorded.
 
     Args:
-        kernel: the model's megakernel.
+        kernel: compiled for the model.
         kv_cache: the pool of keys and values.
         tokens: each batch slot's last sampled token.
         table_width, max_model_len: as of `DecodeGraphs`.
@@ -59,8 +59,8 @@ class MegakernelSteps:
         sizes = list(range(1, self.most_rows + 1))
         name = "the sampler behind the megakernel"
         self._samplers = DecodeGraphs(sizes, table_width, max_model_len, tokens.num_slots, name=name)
-        self._logits = kernel.make_logits(self.most_rows)  # of every step
-        # By number of rows, and twice, used in turn: while a step runs, the host reads the tokens of the one before.
+        self._logits = kernel.make_logits(self.most_rows)  # used by every step
+        # Two per number of rows, used in turn: while a step runs, the host reads the tokens of the previous one.
         self._launches = [self._make_launches() for _ in range(2)]
 
     def _make_launches(self) -> dict[int, Launch]:
@@ -74,18 +74,18 @@ class MegakernelSteps:
         return launches
 
     def _check(self, failure: Tensor, arrived: torch.cuda.Event | None) -> None:
-        """Wait for a step: its blocks wait for one another, and if one gave up, the tokens are not handed on."""
+        """Wait for a step, and raise if a wait between its blocks timed out: its tokens are invalid then."""
         if arrived is not None:
             arrived.synchronize()
         self.kernel.check(failure)
 
     def takes(self, shape: StepShape) -> StepShape | None:
-        """Take steps of a few decodes whose tokens are on the device, as they are."""
+        """Accept steps of a few decodes whose tokens are on the device, with their shape unchanged."""
         few = shape.num_decodes == shape.num_seqs <= self.most_rows
         return shape if few and shape.source == TokenSource.DEVICE else None
 
     def pad(self, host: StepInput, exact: StepShape) -> None:
-        """Leave the input alone: it has no padding."""
+        """Do nothing: the input has no padding."""
 
     def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
         """Launch a step."""
@@ -99,7 +99,7 @@ class MegakernelSteps:
         return self._samplers.run(inputs, graph, needs)._replace(check=launch.sampled.check)
 
     def launch(self, rows: int, inputs: StepInput[Tensor]) -> Launch:
-        """Launch a step of `rows` requests on an input that is on the device by then."""
+        """Launch a step of `rows` requests; its input must be on the device before the kernel runs."""
         self._launches.reverse()
         launch = self._launches[0][rows]
         self.kernel.step(
@@ -122,12 +122,12 @@ class MegakernelSteps:
     def record_steps(
         self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
     ) -> str:
-        """Record the sampler that may be behind the kernel; returns a line about it."""
+        """Record the sampler that may run after the kernel; returns a line about it."""
 
         def scored(inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
             return StepOutput(logits=self._logits[: shape.num_seqs])
 
         for shape in self._samplers.shapes:
-            # A step of padding: the first launch of a kernel loads it, and no request should wait for that.
+            # Launch a step of padding: the first launch loads the kernel, and no request should wait for that.
             self.launch(shape.num_seqs, self._samplers.padding(buffers, shape))
         return self._samplers.record_steps(record, buffers, scored, head, device)

@@ -1,7 +1,7 @@
-"""The options that this stage adds, and all of them on the command line.
+"""The options that this stage adds, and their command-line arguments.
 
-Each idea of this stage has a name in `IDEAS`, and `without` switches it off, and nothing else. So a table of what each
-of them is worth has a row for each name.
+Each idea of this stage has a name in `IDEAS`. `without` switches off exactly the named ideas, so a table can show what
+each of them is worth.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Overlap: launch the next step before the token of the last one has arrived, because it needs nothing from Python.
+"""Overlap: launch the next step before the last token has arrived, because the step needs nothing from Python.
 
-With a graph a step is one call, and still the GPU waits in every step: Python fetches the token, looks whether the
-answer has ended, and calls for the next step only then. But the next step reads the token where this one leaves it, and
-only Python does not know it yet. So launch first, and fetch the token while the step after it runs:
+With a graph a step is one call, and still the GPU waits in every step: Python fetches the token, checks whether the
+    answer has ended, and only then launches the next step. But the next step reads the token from GPU memory; only
+    Python does not know it yet. So launch first, and fetch the token while the next step runs:
 
     IN_TURN   Python  [launch 1]         [fetch 1][launch 2]         [fetch 2][launch 3]
               GPU               [ run 1 ]                   [ run 2 ]                   [ run 3 ]
@@ -10,7 +10,7 @@ only Python does not know it yet. So launch first, and fetch the token while the
     AHEAD     Python  [launch 1][launch 2] [fetch 1][launch 3] [fetch 2][launch 4]
               GPU               [ run 1         ][ run 2           ][ run 3           ]
 
-The price: an end is seen one step late. The step after it was for nothing, and its token is dropped.
+The price: the end of an answer is seen one step late. One step was launched for nothing, and its token is dropped.
 `python -m stage_f_graph_tp.overlap_loop` counts the steps launched ahead. The answers are those of the loop of graphs.
 On a CPU a thread with a queue stands in for the GPU and its stream; the order is the same, and no time is gained.
 """
@@ -28,7 +28,7 @@ from stage_b_decode_step import loop as one_by_one
 from stage_f_graph_tp.graphs_loop import DEVICE, replayed_step
 
 IN_TURN, AHEAD = 0, 1  # steps that may be in flight when the next one is launched
-queue = ThreadPoolExecutor(max_workers=1)  # one thread, which does what is submitted in that order
+queue = ThreadPoolExecutor(max_workers=1)  # one thread, which runs submitted work in order
 
 
 @torch.inference_mode()
@@ -38,12 +38,12 @@ def run(model: PreTrainedModel, token: torch.Tensor, cache: StaticCache) -> int:
 
 
 def launch(model: PreTrainedModel, token: torch.Tensor, cache: StaticCache) -> Callable[[], int]:
-    """Put a step into the queue of the device; returns a function that waits for its token."""
+    """Put a step into the device's queue; returns a function that waits for its token."""
     if DEVICE == "cpu":
         return queue.submit(run, model, token, cache).result
     replayed_step(model, token, cache)  # a GPU has a queue: this returns before the step has run
     fetched, arrived = torch.empty(1, 1, dtype=torch.int64, device="cpu", pin_memory=True), torch.cuda.Event()
-    fetched.copy_(token, non_blocking=True)  # in the queue too, in front of the next step
+    fetched.copy_(token, non_blocking=True)  # queued too, before the next step
     arrived.record()
     return lambda: arrived.synchronize() or int(fetched)  # synchronize returns None
 

@@ -1,18 +1,18 @@
 """CUDA graphs for steps with prompt tokens: prefill, and prefill mixed with decodes.
 
-A prefill of 128 tokens is a millisecond of GPU work, and launching it kernel by kernel takes the CPU several times as
-long. The launches are the same for every prompt of one length, so they can be recorded like a decode step's:
+A prefill of 128 tokens is a millisecond of GPU work, and but launching it kernel by kernel takes the CPU several times
+as long. The launches are the same for all prompts of one length, so they can be recorded like those of a decode step:
 
 * there is a graph for each of a few *numbers of tokens*, and a step is padded up to the next one;
 * the attention kernels find out on the device which tokens belong to which sequence (`cu_seqlens_q`) and how long each
-  context is (`context_lens`). Their grids cover every way in which this many tokens can be divided among this many
-  sequences, and programs without work end at once. So one graph serves every mixture of decodes, chunks and prompts;
-* a step of one prompt alone has a graph of its own, in which no program looks for other sequences;
-* padding tokens write no KV (slot -1). Beside other sequences they form one more, whose context is empty.
+  context is (`context_lens`). Their grids cover every division of this many tokens among this many sequences, and
+  programs without work end at once. So one graph serves every mixture of decodes, chunks and prompts;
+* a step with a single prompt has a separate graph, in which no program looks for other sequences;
+* padding tokens write no KV (slot -1). In a mixture they form one more sequence, whose context is empty.
 
 The graph ends with the model's final states. The LM head and the sampler run after it, on the sampled rows only: the
 CPU launches them while the GPU is still busy with the graph. Above the largest size the GPU takes longer than the CPU
-needs for the launches, and the step runs eagerly.
+needs for the launches, so the step runs eagerly.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SIZES = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens to capture, up to the largest step or 4,096; none where a step has one token.
+    """Return the numbers of tokens to capture, up to the largest step or 4,096; none if a step has one token.
 
-    A prompt then runs token by token. A graph of one token would pass for a decode, with a row for the padding too.
+    With one token per step, a prompt runs token by token, and a graph of one token could be mistaken for a decode.
     """
     top = min(max_num_batched_tokens, SIZES[-1])
     if top < 2:
@@ -46,9 +46,9 @@ class PrefillGraphs(StepGraphs):
     Args:
         sizes: numbers of tokens, ascending.
         max_num_seqs: sequences of the largest step.
-        table_width: columns of the block tables: what `max_model_len` takes.
+        table_width: columns of the block tables, enough for `max_model_len`.
         max_model_len: the longest context.
-        tokens: completes a step's input, in front of the replay: how many decodes there are is not recorded.
+        tokens: fills in the decodes' tokens before the replay, because the number of decodes is not recorded.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class PrefillGraphs(StepGraphs):
             return StepShape(num_tokens, seqs, seqs, table_width, 0, num_tokens, max_model_len)
 
         self._alone = {size: shape_of(size, 1) for size in sizes}
-        # One sequence more than there can be: the one that the padding tokens form.
+        # One sequence more than can run: the one that the padding tokens form.
         self._mixed = {size: shape_of(size, min(size, max_num_seqs) + 1) for size in sizes}
         super().__init__("prefill", [shape for size in sizes for shape in (self._alone[size], self._mixed[size])])
 
     def takes(self, shape: StepShape) -> StepShape | None:
-        """Return the recorded shape that serves `shape`, with its decodes; None where none does."""
+        """Return the recorded shape that can run `shape`, with its decodes; None if there is none."""
         if shape.num_tokens > self._sizes[-1]:
             return None
         recorded = self._alone if shape.num_seqs == 1 and shape.num_tokens > 1 else self._mixed
@@ -74,16 +74,16 @@ class PrefillGraphs(StepGraphs):
         return recorded[size]._replace(num_decodes=shape.num_decodes, source=shape.source)
 
     def pad(self, host: StepInput, exact: StepShape) -> None:
-        """Make everything after the tokens and sequences of `exact` padding."""
+        """Pad the tokens and sequences that `exact` leaves unfilled."""
         tokens, seqs = exact.num_tokens, exact.num_seqs
         host.input_ids[tokens:] = 0
         host.positions[tokens:] = 0
         host.slot_mapping[tokens:] = -1
         host.context_lens[seqs:] = 0
-        host.cu_seqlens_q[seqs + 1 :] = len(host.input_ids)  # the first of them takes all padding tokens
+        host.cu_seqlens_q[seqs + 1 :] = len(host.input_ids)  # the first padding sequence takes all padding tokens
 
     def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
-        """Return the step of this shape that is recorded: the layers alone."""
+        """Return the step to record for this shape: the layers only."""
         host = buffers.next_host(shape)
         host.cu_seqlens_q[0] = 0
         self.pad(host, NOTHING)

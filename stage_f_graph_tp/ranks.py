@@ -1,9 +1,9 @@
-"""An engine on several ranks: how they execute a step, who samples, and how each rank builds its own runner.
+"""An engine on several ranks: build a runner per rank, execute steps on all of them, and sample.
 
-Rank 0 prepares each step, sends its packed input to the other ranks, and all execute it alike. Greedy and at a plain
-temperature, all ranks sample together, each among its own tokens (`tensor_parallel/shard_sampling.py`), inside the
-graph too. A step that needs whole rows of logits is sampled by rank 0, which alone knows the requests, and the ids are
-broadcast on the device.
+Rank 0 prepares each step, sends its packed input to the other ranks, and all execute the same step. If requests are
+greedy or temperature-only, all ranks sample together, each among its part of the vocabulary
+(`tensor_parallel/shard_sampling.py`), also inside a graph. If a step needs whole rows of logits, rank 0 samples,
+because only rank 0 knows the requests, and the ids are broadcast on the device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from stage_f_graph_tp.tensor_parallel import (
 
 RELEASE_SECONDS = 10.0  # for NCCL to release its memory
 
-MakeBatch = Callable[[int, int, int], InputBatch]  # of max_num_seqs, max_model_len, block_size
+MakeBatch = Callable[[int, int, int], InputBatch]  # arguments: max_num_seqs, max_model_len, block_size
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Job:
         return cls(model, device.type, str(dtype).removeprefix("torch."), seed, asdict(options))
 
     def encode(self) -> bytes:
-        """As rank 0's first message."""
+        """Encode the job as rank 0's first message."""
         return json.dumps(asdict(self)).encode()
 
     @property
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def asked(self) -> str:
-        """The options that ask for this number of ranks, as an error names them."""
+        """The options that set the number of ranks, for error messages."""
         return f"tensor_parallel_size={self.num_ranks}"
 
     def start(self, build_worker: Build) -> tuple[Rendezvous, Workers]:
@@ -88,17 +88,17 @@ class Job:
         return start_ranks(self.num_ranks, self.asked, torch.device(self.device), build_worker)
 
     def build(self, rendezvous: Rendezvous, workers: Workers | None = None, batch: MakeBatch = InputBatch) -> Rank:
-        """Build one rank's share of the engine. The KV pool has the number of blocks that every rank has room for.
+        """Build one rank's share of the engine. The KV pool has as many blocks as fit on every rank.
 
         Args:
-            workers: rank 0's handle on the others; None on the others.
-            batch: makes the builder of inputs, on rank 0, where they are built.
+            workers: rank 0's handle on the others; None on the others.             batch: makes the builder of inputs,
+                on rank 0.
         """
         options = self.options_class(**self.options)
         device = self.own_device(rendezvous)
         group = RankGroup(rendezvous, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
         runtime = self.load(options, device, partial(build_sharded_model, group=group))
-        group.gather("loaded")  # a collective may only be entered when every rank will enter it
+        group.gather("loaded")  # enter a collective only when every rank will enter it
         group.connect()
         sampler = self.make_sampler(runtime, options)
         num_blocks = min(map(int, group.gather("blocks", str(choose_num_blocks(runtime, options)))))
@@ -117,18 +117,18 @@ class Job:
         return Rank(runtime, runner, (group,))
 
     def own_device(self, rendezvous: Rendezvous) -> torch.device:
-        """Return the rank's device, which is the process's current one from here on."""
+        """Return the rank's device, and make it the process's current one."""
         device = rendezvous.device(torch.device(self.device))
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return device
 
     def make_sampler(self, runtime: Runtime, options: GraphOptions) -> Sampler:
-        """Make the sampler, of which only rank 0's knows what requests ask for."""
+        """Make the sampler; only rank 0's sampler knows the parameters of the requests."""
         return make_sampler(runtime, options)
 
     def load(self, options: GraphOptions, device: torch.device, build: Callable[..., DecoderModel]) -> Runtime:
-        """Load one rank's share of the model, which `build` makes: see stage D's `load_runtime`."""
+        """Load one rank's share of the model, built by `build`: see stage D's `load_runtime`."""
         source, dtype = resolve(self.model), getattr(torch, self.dtype)
         return load_runtime(source, options, device, dtype, self.seed, build, choose_layers)
 
@@ -139,7 +139,7 @@ class Rank:
 
     runtime: Runtime
     runner: RankRunner
-    groups: tuple[RankGroup, ...]  # whose memory is waited for when the engine ends
+    groups: tuple[RankGroup, ...]  # their memory is waited for when the engine ends
 
     def execute_command(self, message: bytes) -> None:
         """Execute a step that rank 0 sent."""
@@ -150,13 +150,13 @@ class Rank:
         self.runner.execute(run, shape, np.empty(command.num_live, np.int64), command.needs)
 
     def choose_run(self, shape: StepShape) -> tuple[Run, StepShape]:
-        """Choose what runs a step that rank 0 sent: what rank 0 chose too."""
+        """Choose the forward for a step that rank 0 sent: the same as on rank 0."""
         forward, shape = self.runner.choose_forward(shape)
         return forward.run, shape
 
 
 def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
-    """Build a worker's share of the engine; returns what executes rank 0's commands."""
+    """Build a worker's share of the engine; returns the function that executes rank 0's commands."""
     return Job(**json.loads(message)).build(rendezvous).execute_command
 
 
@@ -166,9 +166,9 @@ def build_ranks(
     """Build the engine's model and runner on all ranks. Returns on rank 0 only; the others execute its commands.
 
     Args:
-        job: what every rank builds.
-        config: the whole model's shape.
-        build_worker: a function of a module, which a worker calls with the encoded job.
+        job: describes what every rank builds.
+        config: the whole model's shape.         build_worker: a module-level function, which a worker calls with the
+            encoded job.
         batch: makes rank 0's builder of inputs.
 
     Raises:
@@ -183,10 +183,10 @@ def build_ranks(
 
 
 def end_ranks(workers: Workers, groups: Sequence[RankGroup], runner: weakref.ref[StepRunner]) -> None:
-    """End the workers, then release the graphs and wait for NCCL's memory. Not in a fork of rank 0's process."""
+    """End the workers, release the graphs and wait for NCCL's memory. A no-op in a fork of rank 0's process."""
     workers.close()
     if not workers.is_owner:
-        return  # the graphs are another process's
+        return  # the graphs belong to another process
     if (left := runner()) is not None:  # else it has been collected
         left.release()
     for group in groups:
@@ -195,11 +195,11 @@ def end_ranks(workers: Workers, groups: Sequence[RankGroup], runner: weakref.ref
 
 @dataclass(frozen=True)
 class StepCommand:
-    """What rank 0 tells the others to execute."""
+    """A step that rank 0 tells the other ranks to execute."""
 
     shape: StepShape
     num_live: int  # sampling rows that are not padding
-    needs: int  # what these rows need of the sampler
+    needs: int  # flags of the sampler features that these rows use
     data: bytes  # the packed input
 
     _HEADER = struct.Struct("<10q")
@@ -209,7 +209,7 @@ class StepCommand:
 
     @classmethod
     def decode(cls, message: bytes) -> StepCommand:
-        """Decode a step; raise `struct.error` or `ValueError` for what is none."""
+        """Decode a step; raise `struct.error` or `ValueError` for anything else."""
         *sizes, num_live, needs = cls._HEADER.unpack_from(message)
         shape, data = StepShape(*sizes), message[cls._HEADER.size :]
         if len(data) != shape.num_bytes:
@@ -218,10 +218,10 @@ class StepCommand:
 
 
 class RankRunner(StepRunner):
-    """Runs steps on several ranks: rank 0's scheduler decides them, and all ranks execute them.
+    """Runs steps on several ranks: rank 0 schedules them, and all ranks execute them.
 
     Args:
-        ranks: rank 0 sends them its steps.
+        ranks: rank 0 sends its steps to the others.
         batch, buffers, sampler, layers, head: as of `StepRunner`.
     """
 
@@ -241,14 +241,14 @@ class RankRunner(StepRunner):
 
 
 class Ranks:
-    """Several ranks: what rank 0 does around a step, and what all count.
+    """The ranks of an engine: sends commands, counts them, and watches the other ranks.
 
     Args:
         group: the ranks that share a model, or a stage of one.
         workers: rank 0's handle on all others; None on the others.
 
     Attributes:
-        number: of the command that is executed, or was last.
+        number: of the current command, or of the last one.
     """
 
     def __init__(self, group: RankGroup, workers: Workers | None) -> None:
@@ -257,17 +257,17 @@ class Ranks:
         self._sampling_error: BaseException | None = None  # of this step, on rank 0
 
     def begin_command(self) -> None:
-        """Count a command. All of its ranks begin it, or there is an error."""
+        """Count a command, and check that all ranks begin the same one."""
         self.number += 1
         self.group.agree_on(self.number)
 
     @contextmanager
     def in_step(self, command: bytes | None) -> Iterator[None]:
-        """Send the others a command, if there is one, and execute rank 0's part in the block: see `Workers.in_step`.
+        """Send the other ranks a command, if there is one, and execute rank 0's part: see `Workers.in_step`.
 
         Raises:
-            WorkerError: a rank died or failed, this one too.
-            Exception: a replaced sampler's, when all ranks have ended the step.
+            WorkerError: a rank, perhaps this one, died or failed.
+            Exception: a replaced sampler's error, once all ranks have ended the step.
         """
         assert self.workers is not None
         self._sampling_error = None
@@ -280,15 +280,15 @@ class Ranks:
             raise self._sampling_error
 
     def raise_after_step(self, error: BaseException) -> None:
-        """Let what a replaced sampler raised end the step when all ranks have ended it."""
+        """Raise a replaced sampler's error once all ranks have ended the step."""
         self._sampling_error = error
 
     def watched(self, step: InFlight) -> InFlight | WatchedInFlight:
-        """Return a step whose `wait`, on rank 0, also looks after the other ranks."""
+        """Return the step, wrapped on rank 0 so that `wait` also checks the other ranks."""
         return step if self.workers is None else WatchedInFlight(step, self.workers)
 
     def watch(self, record: Recorder) -> Recorder:
-        """Return a recorder that checks the other ranks: recording takes seconds, and a rank that died ends nothing."""
+        """Return a recorder that also checks the other ranks, because recording takes seconds and one may die."""
 
         def checked(body: Body) -> Recorded:
             if self.workers is not None:
@@ -298,17 +298,17 @@ class Ranks:
         return checked
 
     def report(self, line: str) -> None:
-        """Print a line, on the first of the ranks."""
+        """Print a line on rank 0 only."""
         if self.group.rank == 0:
             print(line, file=sys.stderr)
 
 
 class RankHead(Head):
-    """The LM head, of which each rank has a part of the vocabulary, and a sampler that all ranks run together.
+    """The LM head, split by vocabulary over the ranks, and a sampler that all ranks run together.
 
     Args:
         model, vocab_size, dtype, sampler, tokens: as of `Head`.
-        ranks: with one rank in their group, the head is whole.
+        ranks: if their group has only one rank, the head is whole.
     """
 
     def __init__(
@@ -323,14 +323,14 @@ class RankHead(Head):
         super().__init__(model, vocab_size, dtype, sampler, tokens)
         self.ranks = ranks
         self._sample_shards = ShardSampler(model.lm_head) if ranks.group.size > 1 else None
-        if self._sample_shards is not None:  # which has no whole row of logits
+        if self._sample_shards is not None:  # it has no whole row of logits
             self.completes, self.makes_logits = ~RANDOM, False
 
     def choose(self, output: StepOutput, rows: SamplerInput) -> StepOutput:
         """Choose a token for every row of the final states, the same on all ranks."""
         if self._sample_shards is None:
             return super().choose(output, rows)
-        assert output.hidden is not None  # no forward of a part of the vocabulary makes logits
+        assert output.hidden is not None  # with a split vocabulary no forward produces logits
         ids, told = self._sample_shards(output.hidden, rows.temperatures, rows.noise_keys)
         return output._replace(logits=None, ids=ids, told=told)
 
@@ -340,7 +340,7 @@ class RankHead(Head):
         return self.ranks.watched(super().finish(output, inputs, shape, sample_slots, needs))
 
     def complete(self, output: StepOutput, rows: SamplerInput, sample_slots: np.ndarray) -> SampledTokens:
-        """Sample on rank 0 what asks for more than a plain temperature, and broadcast the ids."""
+        """Sample rows that are not greedy or temperature-only on rank 0, and broadcast the ids."""
         count = len(sample_slots)
         if self._sample_shards is not None:
             assert output.hidden is not None
@@ -363,7 +363,7 @@ class RankHead(Head):
 
 @dataclass(frozen=True)
 class WatchedInFlight:
-    """A step on several ranks. If one of them died, the step's tokens are invalid, although they may have arrived."""
+    """A step on several ranks. If a rank has died, the step's tokens are invalid, even if they have arrived."""
 
     step: InFlight
     workers: Workers
@@ -376,7 +376,7 @@ class WatchedInFlight:
         """
         with self.workers.awaited():
             if self.step.arrived is not None:
-                self.step.arrived.synchronize()  # without the GIL; what ends the waits on the GPU ends it too
+                self.step.arrived.synchronize()  # without the GIL; ending the waits on the GPU ends it too
         self.workers.check()
         sampled = self.step.wait()
         self.workers.check()

@@ -1,8 +1,8 @@
-"""The runner of a step: inputs -> forward -> head and sampler -> tokens on their way to the host.
+"""Run a step: inputs -> forward -> head and sampler -> tokens copied to the host.
 
     inputs             which rows, at which positions, in which blocks: one copy    (input_batch.py, step_input.py)
     forward            the first of an ordered list that takes the step's shape    (forward.py)
-    head and sampler   what the forward has not made                               (head.py)
+    head and sampler   the outputs that the forward did not produce                (head.py)
 
 On several ranks `execute` sends the step to the others first (ranks.py).
 
@@ -38,8 +38,8 @@ class StepRunner:
         sampler: knows what each request asks for.
         layers: the forward that takes every step.
         head: what follows a forward.
-        forwards: tried in front of all others.
-        graphs: recorded with the graphs of decodes and prefill.
+        forwards: tried before all others.
+        graphs: recorded along with those of decodes and prefill.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class StepRunner:
         self.layers, self.head = layers, head
         self._first, self._graphs = list(forwards), list(graphs)
         self.forwards: list[Forward] = [*self._first, layers]
-        self._last: InFlight = NOTHING_SAMPLED  # the step that was launched last
+        self._last: InFlight = NOTHING_SAMPLED  # the last launched step
 
     def launch(self, step: ScheduledStep) -> InFlight:
-        """Take over what a step admits; launch its work, if there is any, and the copy of its tokens to the host."""
+        """Register admitted sequences; launch the step's work, if any, and the copy of its tokens to the host."""
         for sequence in step.admitted:
             self.sampler.admit(sequence)
         self.batch.update(step)
@@ -78,7 +78,7 @@ class StepRunner:
         return self._last
 
     def choose_forward(self, exact: StepShape) -> tuple[Forward, StepShape]:
-        """Choose what runs a step of this shape, and in which shape."""
+        """Choose the forward that runs a step of this shape, and the shape in which it runs."""
         for forward in self.forwards:
             if (shape := forward.takes(exact)) is not None:
                 return forward, shape
@@ -86,17 +86,17 @@ class StepRunner:
 
     @torch.inference_mode()
     def execute(self, run: Run, shape: StepShape, sample_slots: np.ndarray, needs: int) -> InFlight:
-        """Do the device's part of a step: send what was filled in, run the model, sample the tokens."""
+        """Run a step on the device: copy its input there, run the model, sample the tokens."""
         inputs = self.buffers.send()
         output = run(inputs, shape, needs)
         return self.head.finish(output, inputs, shape, sample_slots, needs)
 
     @torch.inference_mode()
     def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> list[str]:
-        """Record a decode step for each of these numbers of sequences, and steps with prefill for these of tokens.
+        """Record decode steps for these numbers of sequences, and prefill steps for these numbers of tokens.
 
         Returns:
-            a line about each kind of steps.
+            a line per kind of step.
         """
         tokens, limits = self.layers.tokens, (self.batch.max_blocks, self.batch.max_model_len)
         shapes = [decode_shape(size, *limits) for size in sizes]
@@ -111,7 +111,7 @@ class StepRunner:
         ]
         lines = self.head.prepare([shape for graphs in decodes for shape in graphs.shapes], record)
         parts = self.buffers, self.layers.run, self.head, self.layers.tokens.by_slot.device
-        # Those of prefill first: the larger ones, into whose memory the others fit.
+        # Prefill first: its graphs are larger, and the others reuse their memory.
         lines += [forward.record_steps(record, *parts) for forward in reversed(recorded)]
         self.forwards = [*self._first, *decodes, *prefill, self.layers]
         return lines
@@ -123,5 +123,5 @@ class StepRunner:
         self.head.release()
 
     def forget(self) -> None:
-        """Wait for what is under way, and drop it; at any moment, and twice."""
+        """Wait for all steps in flight, and drop them. May be called at any moment, and twice."""
         self.head.discard(self._last)

@@ -1,8 +1,8 @@
-"""A step's input in one piece of memory, so that it travels to the device in one copy.
+"""A step's input, packed into one buffer so that one copy moves it to the device.
 
-The model and the sampler need thirteen arrays for a step. A copy to a GPU for each would cost more to launch than to
-carry out; so all arrays are stored side by side in one pinned buffer. The offset of each follows from a handful of
-sizes (`StepShape`), so the other side, a GPU or another process, needs no more than those and the bytes.
+The model and the sampler need thirteen arrays for a step. Launching a separate copy for each would take longer than the
+copies themselves, so all arrays are stored in one pinned buffer. Their offsets follow from a few sizes (`StepShape`),
+so the receiver, a GPU or another process, needs only these sizes and the bytes.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.sampler.rules import WORDS, Array
 from stage_e_batching.sampler import SamplerInput
 
-MAX_VIEWS = 1024  # remembered, of thirteen arrays each, on the host and on the device
+MAX_VIEWS = 1024  # cached sets of views, of thirteen arrays each, on the host and on the device
 
 
 class TokenSource(IntEnum):
     """Where the tokens of a step's decodes come from."""
 
-    DEVICE = 0  # the step before left them there (`LastTokens`)
-    HOST = 1  # they are in the step's input, like those of prompts
+    DEVICE = 0  # the previous step left them there (`LastTokens`)
+    HOST = 1  # in the step's input, like the tokens of prompts
     TABLE = 2  # a table on the device, which may know more of them than the host
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step: they determine the layout of its input."""
+    """The sizes of a step, which determine the layout of its input."""
 
     num_tokens: int
     num_seqs: int
     num_samples: int  # sequences that sample a token
     table_width: int  # blocks of the longest context
-    num_decodes: int  # sequences that run one token, the one sampled last; they come first
-    max_query_len: int  # most tokens that one sequence runs
-    max_context_len: int  # most keys that one sequence sees
-    source: int = TokenSource.DEVICE  # of the decodes' tokens, a `TokenSource`
+    num_decodes: int  # sequences that run one token, the last one sampled; they come first
+    max_query_len: int  # most tokens of one sequence
+    max_context_len: int  # most keys of one sequence
+    source: int = TokenSource.DEVICE  # where the decodes' tokens come from, a `TokenSource`
 
     @property
     def wide_sizes(self) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class StepShape(NamedTuple):
 
 
 def _aligned(size: int) -> int:
-    """Room for an array of `size` elements: every array starts at a multiple of 16 bytes, as kernels like it."""
+    """Round an array's size up, so that every array starts at a multiple of 16 bytes, which kernels prefer."""
     return -(-size // 4) * 4
 
 
@@ -76,7 +76,7 @@ class StepInput(NamedTuple, Generic[Array]):
     slot_mapping: Array  # int64 [tokens]
     batch_slots: Array  # int64 [seqs]
     sample_slots: Array  # int64 [samples]
-    sample_tokens: Array  # int64 [samples]: the index, among the tokens, of each sampling sequence's last one
+    sample_tokens: Array  # int64 [samples]: index of each sampling sequence's last token among the tokens
     cu_seqlens_q: Array  # int32 [seqs + 1]
     context_lens: Array  # int32 [seqs]
     sampling: SamplerInput[Array]  # of `samples` rows
@@ -94,7 +94,7 @@ def device_views(buffer: Tensor, shape: StepShape) -> StepInput[Tensor]:
 
 
 def _views(buffer: Any, shape: StepShape, int64: Any, int32: Any, float32: Any) -> StepInput:
-    """numpy and PyTorch name their dtypes differently; all else that is needed here they spell alike."""
+    """Make the views of a NumPy array or a tensor; only the names of the dtypes differ."""
     split = shape.wide_bytes
     wide = _carve(buffer[:split].view(int64), shape.wide_sizes)
     narrow = _carve(buffer[split : shape.num_bytes].view(int32), shape.narrow_sizes)
@@ -119,13 +119,13 @@ def attention_metadata(inputs: StepInput[Tensor], shape: StepShape) -> Attention
         block_tables=inputs.block_tables,
         max_query_len=shape.max_query_len,
         max_context_len=shape.max_context_len,
-        # Not so where drafts have rows, and where a prompt shares a block that another one fills in this step.
+        # False if drafts have rows, or if a prompt shares a block that another prompt fills in this step.
         one_new_key=shape.source == TokenSource.DEVICE and shape.num_decodes == shape.num_seqs,
     )
 
 
 class InputViews(NamedTuple):
-    """The views of one host buffer and of the device's for a step's input: of its arrays, and of all its bytes."""
+    """Views for one step's input in a host buffer and in the device buffer: its arrays, and all its bytes."""
 
     host: StepInput[np.ndarray]
     device: StepInput[Tensor]
@@ -134,15 +134,15 @@ class InputViews(NamedTuple):
 
 
 class StepBuffers:
-    """The memory that inputs travel in: two buffers on the host, used in turn, and one on the device.
+    """The buffers for inputs: two on the host, used in turn, and one on the device.
 
-    A buffer may not be written again before its copy to the device has been carried out. There are two, so that one is
-    free while the other's copy waits its turn behind the step that runs; where the CPU is further ahead, it waits.
+    A host buffer may not be overwritten before its copy to the device is done. There are two, so that one is free while
+    the other's copy waits for the running step; a CPU that is further ahead waits.
 
     Args:
         num_bytes: the largest input.
-        device: where the model computes. On a CPU too the input is copied to memory that every step reads, because a
-            recorded step reads the same addresses every time.
+        device: the model's. The input is copied on a CPU too, because a recorded step reads the same addresses every
+            time.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -150,12 +150,12 @@ class StepBuffers:
         self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._arrays = [tensor.numpy() for tensor in self._host]
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._copied = [torch.cuda.Event() if pinned else None for _ in range(2)]  # the buffer's last copy is done
+        self._copied = [torch.cuda.Event() if pinned else None for _ in range(2)]  # at the last copy's end
         self._turn = 0
-        # The views made so far, by host buffer and the sizes that determine the offsets: steps repeat the sizes of the
-        # graphs, and making the views is a large part of the host's work for a small step.
+        # Cached views, by host buffer and the sizes that determine the offsets: graphs repeat the same sizes, and
+        # making views is a large part of the host's work in a small step.
         self._views: dict[tuple[int, tuple[int, ...]], InputViews] = {}
-        self._current: InputViews | None = None  # what is filled in, or was last
+        self._current: InputViews | None = None  # views of the current input, or of the last one
 
     def next_host(self, shape: StepShape) -> StepInput[np.ndarray]:
         """Return host views to fill in."""
@@ -164,23 +164,23 @@ class StepBuffers:
             copied.synchronize()
         key = self._turn, shape[:4]
         if key not in self._views:
-            if len(self._views) == MAX_VIEWS:  # eager steps have any sizes
+            if len(self._views) == MAX_VIEWS:  # eager steps can have any sizes
                 self._views.clear()
             self._views[key] = self._make_views(shape)
         self._current = self._views[key]
         return self._current.host
 
     def packed(self, shape: StepShape) -> bytes:
-        """Return what was filled in, for another process."""
+        """Return the bytes of the current input, for another process."""
         return self._arrays[self._turn][: shape.num_bytes].tobytes()
 
     def unpack(self, shape: StepShape, data: bytes) -> None:
-        """Take over what another process packed, as if it had been filled in here."""
+        """Make the bytes that another process packed the current input."""
         self.next_host(shape)
         self._arrays[self._turn][: len(data)] = np.frombuffer(data, np.uint8)
 
     def send(self) -> StepInput[Tensor]:
-        """Copy what was filled in to the device, in one go, and return its views there."""
+        """Copy the current input to the device in one copy, and return its views there."""
         views = self._current
         assert views is not None
         views.device_bytes.copy_(views.host_bytes, non_blocking=True)
@@ -194,5 +194,5 @@ class StepBuffers:
 
 
 def largest_input(num_tokens: int, max_num_seqs: int, table_width: int) -> int:
-    """Bytes of the largest input there can be."""
+    """Return the bytes of the largest possible input."""
     return StepShape(num_tokens, max_num_seqs, max_num_seqs, table_width, 0, 1, 1).num_bytes

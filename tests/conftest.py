@@ -59,7 +59,7 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make `torch.empty` return NaN between margins of infinities, which must still be there when the test ends.
 
     A kernel that reads what nobody has written, or past the end of a tensor, computes NaN (and so does infinity times
-    zero, or less infinity); one that writes before or behind a tensor is noticed.
+    zero, or less infinity); a kernel that writes before or after a tensor is noticed.
     """
     empty, buffers = torch.empty, []
 
@@ -102,7 +102,7 @@ def shuffled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def hostile_interpreter(request: pytest.FixtureRequest) -> None:
-    """Give tests that are marked `interpreted` memory that nobody has written to, and programs in any order."""
+    """Give tests marked `interpreted` uninitialised memory, and run their programs in any order."""
     if request.node.get_closest_marker("interpreted"):
         request.getfixturevalue("guarded_memory")
         request.getfixturevalue("shuffled_programs")

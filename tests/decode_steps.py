@@ -1,4 +1,4 @@
-"""Models and steps for the tests of the megakernel, and what is right for them, in float32."""
+"""Models and steps for the tests of the megakernel, and the right results in float32."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def make_step(
     ]
     sizes = 2, shape.num_layers, sum(pages) + 1, block_size, shape.num_kv_heads, shape.head_dim
     pool = torch.randn(sizes, generator=generator, device=device).to(dtype)
-    for row, context in enumerate(contexts):  # what has not been written yet must not matter
+    for row, context in enumerate(contexts):  # unwritten slots must not matter
         for p in range(max(0, context - 1), pages[row] * block_size):
             pool[:, :, int(tables[row, p // block_size]), p % block_size] = float("nan")
     rows = len(contexts)
@@ -135,7 +135,7 @@ def sample(logits: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 def run(kernel: Megakernel, step: Step) -> torch.Tensor:
-    """The step's logits; its tokens must be those of stage E's sampler, on the device and on the host."""
+    """Return the step's logits; its tokens must equal those of stage E's sampler, on device and host."""
     rows = len(step.batch_slots)
     arguments, result = step.arguments(), kernel.make_result(rows)
     logits = kernel.make_logits(rows).fill_(float("nan"))

@@ -23,6 +23,9 @@ from beyond.speculation.host_inputs import DraftBatch
 from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
 from beyond.speculation.sequence import SpeculativeSequence
 from beyond.speculation.token_table import TokenTable
+from beyond.windows.blocks import HybridBlockManager, WindowBlocks
+from beyond.windows.pools import Limits
+from beyond.windows.tables import HybridBatch
 from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
 from stage_e_batching.parts import Sampled
@@ -30,6 +33,7 @@ from stage_e_batching.sampler import Sampler
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.compose import compose_runner
+from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.options import GraphOptions
 
@@ -81,7 +85,7 @@ class DraftRunner(FakeRunner):
         return [*sequence.token_ids, *sequence.draft][start:end]
 
     def check_table(self, table: list[int], blocks: list[int]) -> None:
-        assert table[: len(blocks)] == blocks  # behind them may be some that were given back
+        assert table[: len(blocks)] == blocks  # the rest may have been freed
 
 
 def make_guessing(
@@ -130,7 +134,7 @@ class HashModel:
 
 
 class HashRunner:
-    """The real runner on the fake model. Of the steps that fail, those of even number fail when they are waited for."""
+    """The real runner on the fake model. Failing steps with an even number fail when they are waited for."""
 
     def __init__(self, scheduler: Scheduler, max_rows: int, guess: object, fail_at: frozenset[int]) -> None:
         block_size = scheduler.block_manager.block_size
@@ -283,6 +287,113 @@ def make_guessing_pipeline(
     return calls_of(engine, max_model_len)
 
 
+# ---- layers with a window --------------------------------------------------------------------------------------------
+
+
+class WindowRunner(FakeRunner):
+    """The fake model with layers that see the last tokens: what these read through the tables that were sent is right.
+
+    The second pool holds what was written to the windowed blocks; whoever gets a block writes over what was there.
+    """
+
+    def __init__(self, scheduler: Scheduler, fail_at: frozenset[int] = frozenset()) -> None:
+        super().__init__(scheduler, fail_at)
+        self.windows: WindowBlocks = scheduler.block_manager.windows
+        self.batch = self.make_batch(scheduler)
+        self.batch.windows = self.windows
+        self.windowed_pool: list[tuple[int, int] | None] = [None] * (self.windows.num_blocks * self.block_size)
+        self.sent: list[list[int]] = []  # for each entry of a step, the windowed block of each of its blocks
+        self.most_used = 0
+
+    def make_batch(self, scheduler: Scheduler) -> HybridBatch:
+        return HybridBatch(InputBatch(scheduler.max_num_seqs, scheduler.capacity + 1, self.block_size))
+
+    def launch(self, step: ScheduledStep) -> LateTokens:
+        self.sent = []
+        self.most_used = max(self.most_used, self.windows.num_used)
+        return super().launch(step)
+
+    def check_table(self, table: list[int], blocks: list[int]) -> None:
+        width = len(table) // 2
+        blocks = blocks[:width]
+        assert table[: len(blocks)] == blocks  # behind them may be some of wrong guesses
+        self.sent.append(table[width:])
+
+    def compute(self, step: ScheduledStep, on_device: int) -> Sampled:
+        sampled = super().compute(step, on_device)
+        for i in range(len(step)):  # all is written before anything is read
+            self._write(step, i)
+        for i in range(len(step)):
+            self._check(step, i)
+        return sampled
+
+    def _windowed_slot(self, i: int, position: int) -> int:
+        return self.sent[i][position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, step: ScheduledStep, i: int) -> None:
+        for position in range(step.starts[i], step.starts[i] + step.num_tokens[i]):
+            token = self.pool[self._slot(step.sequences[i], position)]
+            self.windowed_pool[self._windowed_slot(i, position)] = token
+
+    def _check(self, step: ScheduledStep, i: int) -> None:
+        start, end = step.starts[i], step.starts[i] + step.num_tokens[i]
+        for position in range(max(0, start - self.windows.window + 1), end):
+            right = self.pool[self._slot(step.sequences[i], position)]
+            assert self.windowed_pool[self._windowed_slot(i, position)] == right, f"position {position} is lost"
+
+
+class GuessingWindowRunner(WindowRunner):
+    """The same for steps with guesses of the host."""
+
+    def make_batch(self, scheduler: Scheduler) -> HybridBatch:
+        most_rows = min(scheduler.max_num_seqs * 7, scheduler.max_num_batched_tokens)
+        return HybridBatch(DraftBatch(most_rows, scheduler.capacity + 1, self.block_size))
+
+    known_tokens = DraftRunner.known_tokens
+
+
+def windowed(
+    options: dict[str, object], window: int, spare: int, guesses: int = 0
+) -> Callable[..., HybridBlockManager]:
+    """What makes the block manager of two pools, the windowed one as small as may be, or `spare` blocks larger."""
+    blocks, size, tokens = options["num_blocks"], options["block_size"], options["max_num_batched_tokens"]
+    limits = Limits(window, 4096, options["max_num_seqs"], tokens, guesses)
+    least = limits.held(size) + limits.of_a_step(size)
+    pools = SimpleNamespace(num_blocks=blocks, num_window_blocks=min(blocks, least + spare), block_size=size)
+    pools.limits = limits
+    return partial(HybridBlockManager, WindowBlocks(pools))
+
+
+def make_windowed(
+    *,
+    window: int,
+    spare: int,
+    late: bool = True,
+    fail_at: frozenset[int] = frozenset(),
+    max_model_len: int = 4096,
+    **options: object,
+) -> Calls:
+    scheduler = Scheduler(block_manager_class=windowed(options, window, spare), **options)
+    return calls_of(Engine(scheduler, WindowRunner(scheduler, fail_at), depth=int(late)), max_model_len)
+
+
+def make_guessing_windowed(
+    *,
+    drafter: object,
+    window: int,
+    spare: int,
+    fail_at: frozenset[int] = frozenset(),
+    max_model_len: int = 4096,
+    **options: object,
+) -> Calls:
+    max_rows = min(options["max_num_seqs"] * 7, options["max_num_batched_tokens"])
+    manager = windowed(options, window, spare, guesses=6)
+    scheduler = Scheduler(sequence_class=SpeculativeSequence, block_manager_class=manager, **options)
+    runner, counters = GuessingWindowRunner(scheduler, fail_at), SpeculationCounters()
+    drafts = HostDrafts(drafter, DraftRows(scheduler, max_rows), counters)
+    return calls_of(Engine(scheduler, runner, depth=1, drafts=drafts, counters=counters), max_model_len)
+
+
 Make = Callable[..., Calls]
 ROWS: dict[str, Callable[[int, float], Make]] = {  # by a seed, and how often guesses are wrong
     "one step ahead": lambda seed, errors: partial(make_plain, late=True),
@@ -292,5 +403,9 @@ ROWS: dict[str, Callable[[int, float], Make]] = {  # by a seed, and how often gu
     ),
     "guesses of the device": lambda seed, errors: partial(make_ahead, drafter=Sometimes(seed), error_rate=errors),
     "stages": lambda seed, errors: make_pipeline,
+    "two pools": lambda seed, errors: partial(make_windowed, window=seed % 11 + 1, spare=seed % 7),
+    "two pools, guesses": lambda seed, errors: partial(
+        make_guessing_windowed, drafter=HashDrafter(seed, errors, 6), window=seed % 11 + 1, spare=seed % 7
+    ),
     "guesses on stages": lambda seed, errors: partial(make_guessing_pipeline, drafter=HashDrafter(seed, errors, 6)),
 }

@@ -2,8 +2,8 @@
 
 The pool holds, for every slot, the token and position written there. A sequence's next token is a hash of all visible
 slots in order, read through its block table: one wrong block, slot, position or order, one stale block in the prefix
-cache, one token fed twice, and the text is another. No tensor, no weights. For stage F, what the real runner would send
-to the device is built for every step as well, and compared with what the step says.
+cache, one token fed twice, and the text is another. No tensor, no weights. For stage F, the input that the real runner
+would send to the device is also built for every step, and compared with the step.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class LateTokens:
 class FakeRunner:
     """Runs scheduled steps on the fake model, as a device does that is waited for.
 
-    `fail_at`: steps that raise, by count: half-way through, and those of even number when they are waited for.
+    `fail_at`: numbers of steps that raise: half-way through, or, if even, when they are waited for.
     """
 
     def __init__(self, scheduler: Scheduler, fail_at: frozenset[int] = frozenset()) -> None:
         self.block_size = scheduler.block_manager.block_size
         self.pool: list[tuple[int, int] | None] = [None] * scheduler.capacity
-        self.last_tokens = [-1] * scheduler.max_num_seqs  # as on a device: what was sampled last, by row
+        self.last_tokens = [-1] * scheduler.max_num_seqs  # as on a device: the last sampled token, by row
         self.steps: list[ScheduledStep] = []
         self.num_tokens_run = 0
         self._fail_at = fail_at
@@ -143,7 +143,7 @@ class FakeRunner:
         return sequence.token_ids[start:end]
 
     def check_input(self, step: ScheduledStep) -> int:
-        """What the real runner would send to the device is what the step says.
+        """Check that the real runner would send what the step says.
 
         Returns:
             how many tokens it would not send, because they are on the device.
@@ -199,7 +199,7 @@ class CountingRunner:
         return CountedTokens(sum(step.samples))
 
     def forget(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
 
 def make_calls(

@@ -1,6 +1,6 @@
 """A stand-in for the Hugging Face hub: one HTTP server on the loopback address with a few repositories.
 
-course/tutor    the tutor's files, its chat template in a file of its own, and weights in a format that is not read
+course/tutor    the tutor's files, its chat template in a separate file, and weights in a format that is not read
 course/broken   the same, but the connection ends in the middle of the weights
 course/gated    refused: the token has no access
 any other       not found

@@ -1,4 +1,4 @@
-"""Exceptions at a chosen moment: for tests of what an interrupted step leaves behind."""
+"""Raise exceptions at a chosen moment, to test what an interrupted step leaves behind."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ TRACED = (
     "stage_b_decode_step/",
     "beyond/scale_out/",
     "beyond/speculation/",
+    "beyond/windows/",
 )
 
 

@@ -38,7 +38,7 @@ def on_a_gpu(*cases: object, dtypes: Sequence[torch.dtype] = FLOATS) -> list:
 
 
 def assert_equal_in_the_interpreter(program: str) -> None:
-    """Run a program in Triton's interpreter, in a process of its own; it compares kernels and prints "equal"."""
+    """Run a program in Triton's interpreter, in a separate process; it compares kernels and prints "equal"."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},

@@ -1,4 +1,4 @@
-"""A kernel that lets the next one begin, and writes late: what reads its work without waiting reads what was there."""
+"""A kernel that lets the next one begin and writes late: a kernel that does not wait reads the old values."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from stage_f_graph_tp.kernels.pdl import start_next, wait_for_previous
 
 @triton.jit(do_not_specialize=["count", "waits"])
 def write_late(first, second, where, what, count, waits, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Write `what` at `where` of both, after `waits` loads, each of which needs the one before."""
+    """Write `what` at `where` of both tensors, after `waits` loads that depend on each other."""
     start_next(PDL)
     wait_for_previous(PDL)
     position = tl.load(where) * 0

@@ -1,4 +1,4 @@
-"""What would run on a GPU that is not there: its tensors, what is launched, and what is compiled."""
+"""Simulate a GPU that is not there: its tensors, launches and compilations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ H200, RTX_4090 = torch.device("cuda", 90), torch.device("cuda", 89)  # of `prete
 
 
 class PretendedDevice(TorchFunctionMode):
-    """Tensors of a GPU that is not there: what is made on `device` is in `memory`, and says that it is on `device`."""
+    """Put tensors made on `device`, a GPU that is not there, into `memory`; they report `device`."""
 
     def __init__(self, device: torch.device, memory: str = "meta") -> None:
         super().__init__()

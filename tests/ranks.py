@@ -25,7 +25,7 @@ from stage_f_graph_tp.tensor_parallel import WorkerError, Workers
 from stage_f_graph_tp.tensor_parallel.watch import workers
 
 SECONDS = 100  # an error must come much sooner than the ranks' limit of five minutes (`ANSWER_SECONDS`)
-RANKS, MOST = 4, 64  # of the replays that are counted: by rank, and rows of what was replayed
+RANKS, MOST = 4, 64  # sizes of the counts of replays: ranks, and replayed rows
 SHARING = [*PROMPTS, PROMPTS[4][:40] + [7, 8, 9]]  # two have a prefix in common
 MIXED = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=10, ignore_eos=True),
@@ -39,7 +39,7 @@ MIXED = [
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Let the other ranks be forks of this process: they start at once, and have what a test has changed."""
+    """Make the other ranks forks of this process: they start at once, with everything that a test has changed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "_start_worker", fork_worker)
         yield
@@ -104,7 +104,7 @@ def recording_ranks(
 
 
 def admit_whoever_fits(served: stage_e_batching.LLM | Calls) -> None:
-    """Keep no blocks free for those that run: whoever fits is admitted, and has to go again where the pool is small."""
+    """Switch the watermark off: every request that fits is admitted, and preempted again in a small pool."""
     served.engine.scheduler.watermark = lambda sequence: 0
 
 
@@ -123,7 +123,7 @@ def children() -> set[int]:
 
 @contextmanager
 def within_seconds() -> Iterator[None]:
-    """The block, with what it waits for, has to end in much less time than the ranks' own limit; no process is left."""
+    """Check that the block ends in much less time than the ranks' limit, and leaves no process."""
     start, before = time.monotonic(), children()
     yield
     while children() != before:  # one that was killed takes a moment to go

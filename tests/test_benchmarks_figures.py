@@ -1,4 +1,4 @@
-"""The studies behind the figures of stages A to C: what they count, and that a figure says what its file says."""
+"""The studies for the figures of stages A to C: their counts, and figures that agree with their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The studies of the server: their loads are answered in full, and their tables and figures say what was measured."""
+"""The studies of the server: loads are answered in full; tables and figures show the measurements."""
 
 from __future__ import annotations
 
@@ -135,3 +135,6 @@ def test_a_rate_is_of_cpu_time_on_a_cpu_and_the_first_turn_is_not_counted(device
     assert [asked.index(prompts) // len(rows) for prompts in asked] == [i // len(rows) for i in range(len(asked))]
     rows = http_cost.measure(device=device, output_len=2, rounds=2)["rows"]
     assert all(row["first_tokens_ms"] == [] for row in rows), "the last requests begin near the end"
+    engines.clear(), asked.clear()
+    http_cost.measure(device=device, output_len=2, streams=1)
+    assert {len(prompts) for prompts in asked} == {1} and engines[0]["max_num_seqs"] == 1

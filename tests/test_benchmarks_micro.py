@@ -1,4 +1,4 @@
-"""The kernel studies: found by being there, they count what they say, and their tables say what their files say."""
+"""The kernel studies: they are found automatically, count correctly, and their tables agree with their files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from benchmarks.micro import (
     batching,
     block_waste,
     quantized,
+    real_model,
     scheduling,
     speculation,
     step_cost,
@@ -32,6 +33,7 @@ from benchmarks.render import tables
 from benchmarks.results import ROOT, of_kind
 from benchmarks.trace import Recording, Span, draw_gaps, from_rows, record, to_rows
 from benchmarks.workloads import Call
+from stage_a_naive.contract.filters import filter_logits
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
 from tools.soak.tally import HOST_GROWTH, Sample, Tally, verdict
@@ -299,3 +301,51 @@ def test_a_constrained_step_is_measured_beside_a_free_one(tmp_path, capsys):
     assert [row["requests"] for row in rows] == [1, 3]
     assert all(0 < row["host"][0] < row["form"][0] <= row["form_99"][0] for row in rows)
     assert sum(line.startswith("| random:qwen2-tiny, ") for line in capsys.readouterr().out.splitlines()) == 2
+
+
+def test_right_guesses_are_counted_step_by_step():
+    agreed = [True, True, True, False, True, True, False] + [False] * (real_model.TOKENS - 7)
+    runs = real_model.run_lengths(agreed)
+    assert runs[:7] == [3, 2, 1, 0, 2, 1, 0]
+    counted, plain = real_model.chain([runs], 2)  # 1 and 2 right, then 3 wrong; 4 and 5 right, then 6 wrong; …
+    assert counted == [real_model.TOKENS - 7, 0, 2] and plain == 0
+    counted, plain = real_model.chain([[None] * real_model.TOKENS], 2)
+    assert counted == [0, 0, 0] and plain == real_model.TOKENS - 1
+
+
+def test_a_look_up_guesses_what_followed_in_the_prompt_or_in_the_answer():
+    found = real_model.looked_up([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 9, 4, 5, 9])
+    assert found == [2, 1, 0, None, None, None]
+    assert [real_model.is_again([7, 1, 2, 3, 4, 5, 1, 2, 3, 4], at) for at in (3, 8, 9)] == [False, False, True]
+
+
+@torch.inference_mode()
+def test_sizes_of_nuclei_are_those_that_the_filters_keep():
+    runtime, ids = quantized.load("tutor", "cpu", "float32", {}), list(range(40, 60))
+    rows = real_model.sizes({}, runtime, [ids])
+    logits = runtime.model.compute_logits(quantized.states_of(runtime, ids)).float()
+    for row in rows:
+        asked = {"min_p": 0.05} if row["filter"] == "min_p 0.05" else {"top_p": real_model.FILTERS[row["filter"]]}
+        params = SamplingParams(temperature=row["temperature"], **asked)
+        kept = [filter_logits(one, params).isfinite().sum().item() for one in logits]
+        assert row["mean"] == pytest.approx(sum(kept) / len(kept), rel=0.01) and row["positions"] == len(ids)
+    assert len(rows) == 8
+
+
+@torch.inference_mode()
+def test_formats_are_judged_against_the_first_one():
+    runtimes = {
+        kind: quantized.load("tutor", "cpu", "float32", own)
+        for kind, own in (("float32", {}), ("8", real_model.WEIGHTS))
+    }
+    found = real_model.compare(runtimes, list(range(40, 80)))
+    same, other = (dict(zip(real_model.SUMS, found[kind].tolist(), strict=True)) for kind in runtimes)
+    assert same["positions"] == same["equal"] == 10 and same["kl"] == 0
+    assert other["kl"] > 0 and other["loss"] != same["loss"] and other["sure"] == same["sure"]
+    rows = [{"kind": kind, "text": text, **own} for kind, own in (("float32", same), ("8", other)) for text in "ab"]
+    assert [row["equal_share"] for row in real_model.losses({"rows": rows})] == [1, other["equal"] / 10]
+
+
+def test_a_real_model_that_was_not_built_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(real_model, "MODEL", real_model.ROOT / "build" / "models" / "none")
+    assert main(["real_model"]) == 2 and "no build/models/none: `make real-model` builds it" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which results files are believed, and what is made of them."""
+"""Which results files are accepted, and the tables made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: which engines, in which order, in processes of their own, into which file."""
+"""The runner: which engines run, in which order and processes, and into which file."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_parity_failure_says_where_the_answers_part(found, says):
     assert says in different and bool(different) == bool(says)
 
 
-# ---- what is timed --------------------------------------------------------------------------------------------------
+# ---- timing --------------------------------------------------------------------------------------------------
 
 
 class Clockwork:
-    """An engine that only counts what it is asked for; `lost` tokens of every answer go missing."""
+    """An engine that only counts its requests; `lost` tokens of every answer are missing."""
 
     def __init__(self, lost: int = 0) -> None:
         self.lost, self.calls = lost, []
@@ -217,7 +217,7 @@ SAMPLE = {"prefill_ms": 2.0, "tpot_ms": 1.25, "output_tokens_per_s": 700.0}
 
 @pytest.fixture
 def committed():
-    """The committed results, and what is made of them; they must be the same when the test ends."""
+    """The committed results and the files made of them; they must be unchanged when the test ends."""
     folders = results.RESULTS.iterdir(), ROOT.glob("*.md"), ROOT.glob("*/README.md"), ROOT.glob("benchmarks/plots/*")
     files = {path: path.read_bytes() for folder in folders for path in folder}
     yield

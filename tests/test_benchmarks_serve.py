@@ -1,4 +1,4 @@
-"""The load generator: when requests are sent, what the figures mean, and that a server's answers are counted."""
+"""The load generator: when it sends requests, how it computes figures, and how it counts answers."""
 
 from __future__ import annotations
 

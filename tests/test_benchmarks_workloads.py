@@ -29,7 +29,7 @@ def test_mixed_is_the_published_workload():
     assert [list(prompt) for prompt in call.prompts] == prompts
     assert list(call.max_tokens) == outputs
     assert (call.prompt_tokens, call.output_tokens) == (142_827, 133_966)
-    assert call.context_tokens_read == 120_938_031
+    assert call.context_tokens_read() == 120_938_031
     params = make_workload("mixed", "gpu").sampling_params(call)
     assert all(p.temperature == 0.6 and p.ignore_eos for p in params)
 
@@ -110,4 +110,5 @@ def test_a_shared_prefix_is_computed_once():
 @given(length=st.integers(1, 40), output=st.integers(1, 40))
 def test_context_tokens_read_counts_each_token_before(length, output):
     call = Call("all", (tuple(range(length)),), (output,))
-    assert call.context_tokens_read == sum(length + made for made in range(output))
+    assert call.context_tokens_read() == sum(length + made for made in range(output))
+    assert call.context_tokens_read(8) == sum(min(length + made, 8) for made in range(output))

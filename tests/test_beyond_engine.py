@@ -14,6 +14,7 @@ import beyond
 import beyond.quantization
 import beyond.scale_out
 import beyond.speculation
+import beyond.windows
 from beyond.options import REFUSED, Options
 from stage_a_naive import SamplingParams
 
@@ -115,5 +116,5 @@ def test_what_cannot_be_combined_is_refused_with_advice(options: dict, message: 
 
 @pytest.mark.fast
 def test_every_package_exports_the_same_engine() -> None:
-    packages = beyond.quantization, beyond.speculation, beyond.scale_out
+    packages = beyond.quantization, beyond.speculation, beyond.scale_out, beyond.windows
     assert all(package.LLM is beyond.LLM for package in packages)

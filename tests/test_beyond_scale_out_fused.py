@@ -62,7 +62,7 @@ def make_stage(stage: int, draw_norm_weights, is_fused: bool) -> SimpleNamespace
 
 
 def run(part: SimpleNamespace, ids: Tensor, start: int, states: Tensor) -> Tensor:
-    """Run the next tokens of the one sequence, from position `start` on; returns what the stage's model returns."""
+    """Run the next tokens of one sequence, from position `start` on; returns the output of the stage's model."""
     count, end = len(ids), start + len(ids)
     part.states[:count] = states
     positions = torch.arange(start, end)

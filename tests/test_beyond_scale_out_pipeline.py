@@ -142,7 +142,7 @@ def test_a_stage_that_stops_in_a_step_is_an_error_that_names_it_and_leaves_no_pr
 
 
 class NotedLink(Link):
-    """A link whose messages are lists of what was sent, and which notes those that it waits for."""
+    """A link whose messages are lists of sent tensors, and which records its waits."""
 
     def __init__(self) -> None:
         super().__init__(Rendezvous(None, SENDER, 2), CPU, None, max_unsent=2)
@@ -181,7 +181,7 @@ def test_a_stage_does_not_take_the_states_of_another_command_for_its_own():
         list(pool.map(work, range(2)))
 
 
-# ---- what a stage holds ----------------------------------------------------------------------------------------------
+# ---- contents of a stage ------------------------------------------------------------------------------------------
 
 
 def test_a_layer_that_the_model_does_not_have_is_not_taken_for_another_stages():
@@ -204,7 +204,7 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
     names: list[str] = []
 
     class Stored(RandomWeights):
-        """Random weights of which it is known, as of a checkpoint, which there are."""
+        """Random weights with a known list of names, like a checkpoint."""
 
         known: set[str] | None = None
 
@@ -296,12 +296,12 @@ def test_rank_0_alone_writes_a_stages_trace(tmp_path):
         assert len({(span["step"], span["work"]) for span in spans}) == len(spans) > 0
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------
+# ---- measurements ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_the_trace_shows_in_which_order_the_stages_worked(batches, tmp_path):
-    """Only events of which one waits for the other are compared, so no machine is too slow for it."""
+    """Compare only events that wait for each other, so that no machine is too slow for the test."""
     trace = str(tmp_path / "trace.jsonl")
     llm = staged(num_micro_batches=batches, trace=trace)
     llm.generate([[5 + i] for i in range(8)], replace(GREEDY, max_tokens=8), False)

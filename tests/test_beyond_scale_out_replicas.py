@@ -292,7 +292,7 @@ def test_a_body_is_read_no_further_than_the_limit():
 
 
 class DyingReplicas:
-    """A handle on replicas of which the first ones die before they answer, or fail otherwise."""
+    """A handle on replicas, the first of which die before they answer, or fail otherwise."""
 
     def __init__(self, deaths: int, error: Exception) -> None:
         self.deaths, self.error, self.sessions = deaths, error, []

@@ -311,6 +311,21 @@ def test_it_says_why_a_request_waits_what_a_preempted_one_lost_and_marks_drafts_
     assert page.inner_text("#num-steps").endswith("highest: 26")
 
 
+def test_a_long_prefill_has_a_scale_of_its_own_and_leaves_the_other_columns_as_high(server, page, calls):
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    picture = busy(calls, 5)
+    backgrounds = "[...document.querySelectorAll('#steps div')].map((column) => column.style.background)"
+    page.evaluate(DRAW, picture)
+    before = page.evaluate(backgrounds)
+    picture["steps"][60] |= {"prefill": 900}
+    page.evaluate(DRAW, picture)
+    after = page.evaluate(backgrounds)
+    assert after[:60] + after[61:] == before[:60] + before[61:]
+    assert page.locator("#steps .far").count() == 1
+    assert page.inner_text("#num-steps").endswith("highest: 906")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_have_enough_contrast_in_light_and_dark(server, page, calls, scheme):
     page.emulate_media(color_scheme=scheme)
@@ -539,6 +554,54 @@ def test_an_answer_that_is_cut_off_says_so_goes_on_and_stays_in_sight(server, ll
     assert page.evaluate(gap) < 40
 
 
+MARKDOWN = """# Cache
+**old** keys and `k < 2`:
+- one
+  1. two
+```py
+if k < 2: **p
+```
+<img src=x onerror=alert(1)> <b>x</b>"""
+
+
+def test_an_answer_is_shown_as_markdown_and_its_html_is_text(server, page):
+    body = "".join(f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': c}}]})}\n\n" for c in MARKDOWN)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.goto(server.url)
+    page.click("#send")
+    page.wait_for_selector("#send:enabled")
+    wait(page, ".assistant", "onerror")
+    shown = page.locator(".assistant")
+    for selector, texts in {
+        ".heading": ["Cache"],
+        "b": ["old"],
+        "code": ["k < 2"],
+        ".item": ["one", "two"],
+        "pre": ["if k < 2: **p\n"],
+        "img, a, script": [],
+    }.items():
+        assert shown.locator(selector).all_text_contents() == texts
+    assert shown.locator(".item").last.get_attribute("data-mark") == "1."
+    assert shown.inner_text().endswith("<img src=x onerror=alert(1)> <b>x</b>")
+
+
+def test_a_conversation_stays_when_the_page_is_loaded_again(server, page):
+    asked = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if "chat" in request.url else None)
+    page.goto(server.url)
+    page.fill("#most-tokens", "4")
+    for turns in (1, 3):
+        page.click("#send")
+        page.wait_for_selector(".end")
+        page.wait_for_selector("#send:enabled")
+        assert len([one for one in asked if one][-1]["messages"]) == turns
+        page.reload()
+        assert page.locator(".message").count() == turns + 1
+    page.click("#clear")
+    page.reload()
+    assert page.locator(".message").count() == 0
+
+
 @pytest.mark.parametrize("action", ["stop", None, 1, ["pause"]])
 def test_a_button_that_there_is_not_is_refused(server, action):
     response = control(server, action)
@@ -548,7 +611,11 @@ def test_a_button_that_there_is_not_is_refused(server, action):
 def test_the_page_loads_nothing_from_elsewhere(server):
     page = get(server, "/")
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
-    linked = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {"/page/server.js", "/page/words.js"}
+    linked = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {
+        "/page/markdown.js",
+        "/page/server.js",
+        "/page/words.js",
+    }
     lessons = {path for path in linked if path.startswith("/lesson/")}
     assert lessons and all("# " in get(server, path).text for path in lessons)
     own = linked - lessons

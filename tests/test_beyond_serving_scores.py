@@ -8,16 +8,23 @@ from functools import partial
 
 import pytest
 import torch
-from serving import CHAT, QUESTION, ask, assert_idle, engine, get, running, wait_until
+from serving import CHAT, QUESTION, ask, assert_idle, engine, get, running, streamed, wait_until
 from transformers import AutoModelForCausalLM
 
-from beyond.serving import async_llm
-from beyond.serving.scoring import groups, score_prompts
+from beyond.serving.async_llm import groups
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 from stage_a_naive.contract import logprobs
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import scoring
+from stage_e_batching.calls import Calls
+from stage_e_batching.scoring import score_prompts
 from stage_f_graph_tp import LLM as StageF
+
+
+def scored(prompts: list[list[int]], count: int, calls: Calls) -> list:
+    """Score prompts while no step runs."""
+    return next(filter(None, score_prompts(prompts, count, calls)))
+
 
 ANSWER = QUESTION + " It stores the keys and values of earlier tokens, so that no step computes them again."
 
@@ -46,7 +53,7 @@ def test_the_log_probabilities_of_prompts_are_the_models_also_where_the_cache_ho
     ids = llm.tokenizer.encode(ANSWER)
     llm.generate([ANSWER], SamplingParams(max_tokens=1), False)  # now the prefix cache has its full blocks
     for prompts in ([ids], [ids, ids[5:], ids[:1]]):
-        found = score_prompts(prompts, 2, llm.calls)
+        found = scored(prompts, 2, llm.calls)
         for prompt, told in zip(prompts, found, strict=True):
             assert told[0] is None and len(told) == len(prompt)
             for token_id, one, row in zip(prompt[1:], told[1:], expected(prompt) if prompt[1:] else (), strict=True):
@@ -59,10 +66,10 @@ def test_the_log_probabilities_of_prompts_are_the_models_also_where_the_cache_ho
 
 def test_pieces_of_rows_and_chunks_of_a_long_prompt_give_the_same(llm, monkeypatch):
     ids = llm.tokenizer.encode(ANSWER)
-    [whole] = score_prompts([ids], 1, llm.calls)
+    [whole] = scored([ids], 1, llm.calls)
     monkeypatch.setattr(scoring, "MOST_TOKENS", 7)
     monkeypatch.setattr(logprobs, "ROWS", 3)
-    [cut] = score_prompts([ids], 1, llm.calls)
+    [cut] = scored([ids], 1, llm.calls)
     assert len(cut) == len(whole) and cut[0] is None
     for one, other in zip(cut[1:], whole[1:], strict=True):
         assert one == pytest.approx(other, abs=1e-3)
@@ -71,36 +78,90 @@ def test_pieces_of_rows_and_chunks_of_a_long_prompt_give_the_same(llm, monkeypat
 def test_stage_f_scores_between_its_overlapped_steps():
     with closing(StageF("tutor", device="cpu", num_kvcache_blocks=64)) as llm:
         ids = llm.tokenizer.encode(ANSWER)
-        before = score_prompts([ids], 1, llm.calls)
+        before = scored([ids], 1, llm.calls)
         expected = llm.generate([QUESTION], SamplingParams(temperature=0, max_tokens=8), False)[0]["token_ids"]
         request_id = llm.add_request(QUESTION, SamplingParams(temperature=0, max_tokens=8))
         llm.step()  # one more is in flight now
-        assert score_prompts([ids], 1, llm.calls) == before
+        assert scored([ids], 1, llm.calls) == before
         ended = []
         while not llm.is_finished():
             ended += llm.step()[0]
         assert ended == [(request_id, expected)]
 
 
-def test_prompts_without_free_blocks_are_scored_when_others_have_given_theirs_back(server, llm):
-    assert score_prompts([[5] * 100] * 4, 1, llm.calls) is None  # 28 blocks; there are 24
-    assert_idle(llm)
-    refusals = []
-    find = score_prompts
+def test_a_prompt_waits_for_blocks_and_then_keeps_them_until_it_is_done(server, llm, monkeypatch):
+    monkeypatch.setattr(scoring, "MOST_TOKENS", 50)
+    used = []
+    run = scoring.Scoring.step
+
+    def watched(self, pool):
+        has_run = run(self, pool)
+        used.append(len(self._left[0][0].block_table) if self._left else has_run)
+        return has_run
+
+    monkeypatch.setattr(scoring.Scoring, "step", watched)
     hog = {"prompt": [7] * 200, "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    other = threading.Thread(target=partial(ask, server, **hog))
+    other.start()
+    wait_until(lambda: llm.calls.stats()["num_used_blocks"] > 12)
+    answer = ask(server, prompt=[9] * 190, echo=True, logprobs=1, max_tokens=0)
+    other.join(60)
+    assert answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 190
+    assert used[0] == 0 and used[-4:] == [12, 12, 12, True]
+    assert_idle(llm)
 
-    def watched(*given):
-        refusals.append((found := find(*given)) is None)
-        return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_llm, "score_prompts", watched)
-        other = threading.Thread(target=partial(ask, server, **hog))
-        other.start()
-        wait_until(lambda: llm.calls.stats()["num_used_blocks"] > 12)
-        answer = ask(server, prompt=[9] * 190, echo=True, logprobs=1, max_tokens=0)
-        other.join(60)
-    assert answer.status_code == 200 and refusals[0] and not refusals[-1]
+def test_prompts_that_the_pool_cannot_hold_together_are_scored_one_after_another(llm):
+    ids = llm.tokenizer.encode(ANSWER) * 8
+    found = scored([ids[:150], ids[:140], ids[:130]], 1, llm.calls)  # 28 blocks; there are 24
+    assert [len(one) for one in found] == [150, 140, 130]
+    assert_idle(llm)
+
+
+def test_others_get_a_token_behind_every_chunk_of_a_long_prompt(server, llm, monkeypatch):
+    monkeypatch.setattr(scoring, "MOST_TOKENS", 16)
+    order = []
+    run, step = scoring.Scoring.step, llm.engine.run_step
+    monkeypatch.setattr(scoring.Scoring, "step", lambda self, pool: order.append("chunk") or run(self, pool))
+    monkeypatch.setattr(llm.engine, "run_step", lambda: order.append("step") or step())
+    with streamed(server, max_tokens=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        answer = ask(server, prompt=[9] * 128, echo=True, logprobs=1, max_tokens=0)
+        rest = list(lines)
+    assert answer.status_code == 200 and rest[-2] == "data: [DONE]"
+    first, last = order.index("chunk"), len(order) - order[::-1].index("chunk")
+    assert order[first:last] == ["chunk", *["step", "chunk"] * 7]
+
+
+def test_a_prompt_is_scored_right_when_a_failed_step_emptied_the_pool(llm, monkeypatch):
+    ids = llm.tokenizer.encode(ANSWER)
+    [right] = scored([ids], 1, llm.calls)
+    monkeypatch.setattr(scoring, "MOST_TOKENS", 10)
+    task = score_prompts([ids], 1, llm.calls)
+    assert [next(task), next(task), next(task)] == [None] * 3
+    mailbox = llm.calls.new_mailbox()
+    llm.calls.add_request(*llm.requests([QUESTION], SamplingParams(max_tokens=40)), mailbox)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no device"):
+        patch.setattr(llm.runner, "launch", lambda step: (_ for _ in ()).throw(OSError("no device")))
+        llm.calls.advance(mailbox)
+    mailbox.take()
+    llm.calls.advance(mailbox)  # it takes the blocks that the prompt had
+    [found] = next(filter(None, task))
+    for one, other in zip(found[1:], right[1:], strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
+    while llm.calls.has_unfinished():
+        mailbox.take()
+        llm.calls.advance(mailbox)
+    assert_idle(llm)
+
+
+def test_a_prompt_that_is_given_up_leaves_no_block(llm, monkeypatch):
+    monkeypatch.setattr(scoring, "MOST_TOKENS", 10)
+    with closing(score_prompts([[5] * 100], 1, llm.calls)) as task:
+        assert [next(task), next(task)] == [None, None] and llm.calls.stats()["num_used_blocks"] == 7
+        assert llm.generate([QUESTION], SamplingParams(max_tokens=1), False)[0]["token_ids"], "it may be idle again"
+    assert_idle(llm)
 
 
 def test_groups_hold_so_many_tokens_or_one_prompt_that_is_longer():
@@ -120,7 +181,7 @@ def test_an_engine_of_several_ranks_refuses_by_name(server, monkeypatch):
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_echo_has_the_prompts_tokens_and_text_before_its_own(server, llm, max_tokens, n):
     ids = llm.tokenizer.encode(ANSWER)
-    [scores] = score_prompts([ids], 1, llm.calls)
+    [scores] = scored([ids], 1, llm.calls)
     shape = {"max_tokens": max_tokens, "n": n, "temperature": 0, "echo": True, "logprobs": 1}
     answers = [ask(server, prompt=prompts, **shape).json() for prompts in ([ANSWER, ANSWER], [ids, ids])]
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [2 * n * max_tokens] * 2
@@ -142,7 +203,7 @@ def test_an_echo_has_the_prompts_tokens_and_text_before_its_own(server, llm, max
 
 def test_prompt_logprobs_are_told_by_token_ids_with_their_ranks(server, llm):
     ids = llm.tokenizer.encode(ANSWER)
-    [scores] = score_prompts([ids], 3, llm.calls)
+    [scores] = scored([ids], 3, llm.calls)
     [choice] = ask(server, prompt=ids, prompt_logprobs=2, max_tokens=0).json()["choices"]
     assert choice["text"] == "" and choice["prompt_logprobs"][0] is None
     for token_id, told, one in zip(ids[1:], choice["prompt_logprobs"][1:], scores[1:], strict=True):

@@ -1,4 +1,4 @@
-"""Tools of a chat: which calls the server finds in an answer, which it makes certain, and which clients know them."""
+"""Tools of a chat: which calls the server finds in an answer, which it makes certain, and the agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -393,86 +392,3 @@ def test_the_agent_says_where_it_found_no_server():
     pytest.importorskip("openai", reason="the client: pip install openai")
     done = agent("--url", "http://127.0.0.1:1/v1", "What is 12 times 7?")
     assert done.returncode == 1 and "at http://127.0.0.1:1/v1?" in done.stderr and "Traceback" not in done.stderr
-
-
-# ---- clients, as their users install them ---------------------------------------------------------------------------
-
-QUESTION = "Which stage has a KV cache?"
-
-
-@pytest.fixture(scope="module")
-def stage():
-    pydantic = pytest.importorskip("pydantic", reason="the clients need it")
-    fields = {"stage": (Literal["A", "B", "C"], ...), "cached": (bool, ...)}
-    return pydantic.create_model("Stage", __doc__="A stage of the course.", **fields)
-
-
-@pytest.fixture
-def address(server, monkeypatch):
-    """Where the clients' own environment variables say that the server is."""
-    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    monkeypatch.setenv("LANGSMITH_TRACING", "false")
-
-
-def test_openais_parse_reads_the_arguments_of_a_strict_tool(address, stage):
-    openai = pytest.importorskip("openai", reason="the client: pip install openai")
-    ask = {"model": "tutor", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-    ask |= {"tools": [openai.pydantic_function_tool(stage)], "tool_choice": "required", "parallel_tool_calls": False}
-    with openai.OpenAI(max_retries=0, _strict_response_validation=True) as client:
-        [call] = client.chat.completions.parse(**ask).choices[0].message.tool_calls
-        assert isinstance(call.function.parsed_arguments, stage)
-        with client.chat.completions.stream(**ask) as stream:
-            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
-        assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments]
-
-
-@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
-def test_langchains_structured_output_is_an_object(address, stage, method):
-    langchain = pytest.importorskip("langchain_openai", reason="the client: pip install langchain-openai")
-    chat = langchain.ChatOpenAI(model="tutor", temperature=0, max_retries=0)
-    assert isinstance(chat.with_structured_output(stage, method=method).invoke(QUESTION), stage)
-
-
-def test_langchains_bound_tools_are_called_and_their_results_answered(address):
-    langchain = pytest.importorskip("langchain_openai", reason="the client: pip install langchain-openai")
-    from langchain_core.messages import HumanMessage, ToolMessage
-
-    chat = langchain.ChatOpenAI(model="tutor", temperature=0, max_retries=0).bind_tools(TOOLS)
-    asked = [HumanMessage(TIMES[0]["content"])]
-    message = chat.invoke(asked)
-    [call] = message.tool_calls
-    assert (call["name"], call["args"]) == CALL
-    total, *pieces = chat.stream(asked)
-    for piece in pieces:
-        total += piece
-    assert [(call["name"], call["args"]) for call in total.tool_calls] == [CALL]
-    assert (
-        chat.invoke([*asked, message, ToolMessage("84", tool_call_id=call["id"])]).content == "The calculator says 84."
-    )
-
-
-def test_instructor_gets_an_object(address, stage):
-    instructor = pytest.importorskip(
-        "instructor", reason="the client: pip install --no-deps instructor docstring-parser"
-    )
-    client = instructor.from_provider("openai/tutor")
-    found = client.create(response_model=stage, messages=[{"role": "user", "content": QUESTION}], temperature=0)
-    assert isinstance(found, stage)
-
-
-def test_pydantic_ai_gets_an_object_and_runs_tools(address, stage):
-    pydantic_ai = pytest.importorskip("pydantic_ai", reason="the client: pip install pydantic-ai-slim[openai]")
-    settings = {"temperature": 0}
-    agent = pydantic_ai.Agent("openai-chat:tutor", output_type=stage, model_settings=settings)
-    assert isinstance(agent.run_sync(QUESTION).output, stage)
-
-    def calculator(expression: str) -> str:
-        """Work out an arithmetic expression."""
-        asked.append(expression)
-        return "84"
-
-    asked: list[str] = []
-    agent = pydantic_ai.Agent("openai-chat:tutor", tools=[calculator], model_settings=settings)
-    assert agent.run_sync(TIMES[0]["content"]).output == "The calculator says 84."
-    assert asked == ["12*7"]

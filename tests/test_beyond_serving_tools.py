@@ -1,16 +1,9 @@
-"""Tools that measure and evaluate servers: what they send, and the tools themselves if installed."""
+"""Tools that measure and evaluate servers: what they send. `test_beyond_serving_real_clients.py` runs them."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 from serving import QUESTION, engine, httpx, messages, running
-
-from beyond.serving.scoring import score_prompts
-from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 llm = engine(max_num_seqs=8, num_kvcache_blocks=256)
 
@@ -70,35 +63,3 @@ def test_an_evaluations_batch_of_token_ids_has_a_score_for_every_token_but_the_f
         assert told["token_logprobs"][0] is None and None not in told["token_logprobs"][1:]
         for value, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
             assert max(top.values()) >= value and value in top.values()  # the same number, not a rounded one
-
-
-def test_lm_evaluation_harness_prefers_the_answer_that_the_model_prefers(server, llm):
-    pytest.importorskip("lm_eval", reason="the tool: pip install lm-eval[api]")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    url = f"{server.url}/v1/completions"
-    model = LocalCompletionsAPI(base_url=url, model="tutor", tokenizer_backend="remote", batch_size=2)
-    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(CONTINUATIONS)]
-    found = model.loglikelihood(asked, disable_tqdm=True)
-    for (context, answer), (value, is_greedy) in zip(CONTINUATIONS, found, strict=True):
-        ids, start = llm.tokenizer.encode(context + answer), len(llm.tokenizer.encode(context))
-        [scores] = score_prompts([ids], 1, llm.calls)
-        expected = [one[i] for i, one in zip(ids[start:], scores[start:], strict=True)]
-        assert value == pytest.approx(sum(expected), abs=1e-3)
-        assert is_greedy == all(next(iter(one)) == i for i, one in zip(ids[start:], scores[start:], strict=True))
-    assert found[0][0] > found[1][0]
-
-
-@pytest.mark.slow
-def test_guidellm_measures_without_an_error(server, tmp_path):
-    pytest.importorskip("guidellm", reason="the tool: pip install guidellm")
-    command = [sys.executable, "-c", "from guidellm.__main__ import cli; cli()", "run", "--disable-console"]
-    command += ["--backend", f"kind=openai_http,target={server.url},model=tutor"]
-    command += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=4"]
-    command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"]
-    command += ["--tokenizer", f"kind=huggingface_auto,model={TUTOR_PATH}", "--output", "kind=json,path=report.json"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
-    [benchmark] = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
-    totals = benchmark["metrics"]["request_totals"]
-    assert totals["successful"] and not totals["errored"]

@@ -56,7 +56,7 @@ VARIANTS = {
 }
 
 
-# ---- on a model that is a hash of what it sees: see also test_fake_engines.py ----------------------------------
+# ---- on the fake model: see also test_fake_engines.py ----------------------------------
 
 
 POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -76,7 +76,7 @@ def step_until_idle(calls: Calls, *requests) -> list[int]:
 
 
 class AlwaysDrafts(FinishedDrafts):
-    """Drafts of a number of tokens, of which the second half is wrong where some are to be."""
+    """Drafts with a given number of tokens; on request the second half is wrong."""
 
     def __init__(self, num_tokens: int, num_right: int | None = None) -> None:
         self.num_tokens = num_tokens
@@ -620,7 +620,7 @@ def test_a_small_model_that_does_not_fit_is_refused(options, message):
 @pytest.mark.parametrize("draft_tokens", [1, 4, 12])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_gpu_the_tokens_are_stage_fs(overlap, draft_tokens, dtype):
-    """In 16 bits those of questions, which have wide margins: a verification may add in another order."""
+    """In 16 bits use questions, which have wide margins: a verification may add in another order."""
     questions = ["What is a KV cache?", "What is paged attention?", "什么是连续批处理？", "What is a CUDA graph?"] * 3
     options = {"device": "cuda", "dtype": dtype, "num_kvcache_blocks": 256, "max_num_seqs": 16}
     stage_f = stage_f_graph_tp.LLM("tutor", **options)

@@ -1,4 +1,4 @@
-"""Constrained decoding: masks against brute force, compiling beside the steps, and the program of the lesson."""
+"""Constrained decoding: masks against brute force, compiling in a thread, and the lesson's program."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PADDED = 4100  # a vocabulary with four ids of padding
 EOS_IDS = [0, 2]
 SPACES = "( |\n" + "( |)" * 8 + "|)"  # what may be between two tokens of JSON, as the lesson's program writes patterns
 OBJECT = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
-PATTERNS = {  # of the lesson's program, for a form
+PATTERNS = {  # of the lesson's program, by constraint
     "regex": (loop.PATTERN, {"regex": loop.PATTERN}),
     "branches": ("(a|ab)*c|[0-9][0-9]*", {"regex": "(a|ab)*c|[0-9][0-9]*"}),
     "choice": ("block|blocks of tokens|KV", {"choice": ["block", "blocks of tokens", "KV"]}),
@@ -164,7 +164,7 @@ def test_an_answer_does_not_move_the_matcher_of_another(grammars: Grammars, toke
 
 
 def test_a_request_waits_for_its_form_and_nobody_else_does(llm: LLM, monkeypatch) -> None:
-    """The engine of another process is given requests whose forms it has not compiled."""
+    """The engine in another process gets requests whose constraints it has not compiled."""
     own, compiled = llm.engine.scheduler.order._grammars, threading.Event()
     compile_form = Grammars._compile
     monkeypatch.setattr(Grammars, "_compile", lambda *given: compiled.wait(60) and compile_form(*given))

@@ -279,14 +279,12 @@ def test_a_reference_to_another_document_is_not_fetched() -> None:
 
 
 def test_an_answer_that_its_form_does_not_accept_is_its_requests_error_alone(llm: LLM) -> None:
-    """The library takes any 29th of February; this one is led there by the form around it."""
+    """The library accepts any 29th of February; the constraint leads this answer to one."""
     wrong = {"json": {"type": "string", "format": "date", "pattern": "^2023-02-(29|30)$"}}
     free = llm.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0))
     llm.add_request(PROMPT, SamplingParams(max_tokens=60, temperature=0, structured_outputs=wrong))
     ended = []
-    with pytest.raises(
-        GrammarError, match="the answer is not what the json asks for .*2023-02-(29|30).*is not a 'date'"
-    ):
+    with pytest.raises(GrammarError, match="the answer does not match the json .*2023-02-(29|30).*is not a 'date'"):
         while True:
             ended += [number for number, _ in llm.step()[0]]
     while not llm.is_finished():
@@ -365,7 +363,7 @@ def test_gbnf_means_its_characters(grammar: str, right: list[str], wrong: list[s
         ("root ::= [[a]b]", "']' is not expected at line 1, column 15"),
         ('a ::= "x"', "no rule is named root"),
         ('root ::= "a" x\nx ::= "b" x', "'root' at line 1, column 1 cannot be satisfied"),
-        ('root ::= "a"\nroot ::= "b"', "'root' is there twice, again at line 2, column 1"),
+        ('root ::= "a"\nroot ::= "b"', "'root' is defined twice, again at line 2, column 1"),
         (r'root ::= "\q"', r"\q is no escape at line 1, column 11"),
         ("root ::= [z-a]", "the range 'z' to 'a' is empty at line 1, column 11"),
         ('root ::= ("a"', "a parenthesis is not closed at line 1, column 10"),
@@ -398,7 +396,7 @@ def test_a_grammar_that_is_wrong_is_refused_over_http_with_its_place(llm: LLM, g
     assert answer.status_code == 400 and error["param"] == "structured_outputs" and reason in error["message"]
 
 
-# ---- random forms --------------------------------------------------------------------------------------------------
+# ---- random constraints ----------------------------------------------------------------------------------------------
 
 
 def test_random_answers_of_random_forms_are_valid() -> None:

@@ -24,7 +24,7 @@ WIDTHS = {  # what is wrong, and how it looks
 
 def prose(text: str) -> str:
     """A page's sentences as a reader sees them; code in a sentence is one letter, and code blocks are gone."""
-    text = re.sub(r"<!--.*?-->", "", CODE.sub("", without_results(text)), flags=re.DOTALL)
+    text = re.sub(r"\A---\n.*?\n---\n|<!--.*?-->", "", CODE.sub("", without_results(text)), flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "C", text))
     return re.sub(r"^(?: {4}.*|#.*)$|\*", "", text, flags=re.MULTILINE)
 
@@ -40,7 +40,7 @@ def wrong_terms(text: str) -> list[str]:
     ]
     for name, term in WORDS["terms"].items():
         other = WORDS["contained"].get(term)
-        first = (text.replace(other, "") if other else text).partition(term)
+        first = (re.sub(other, "", text) if other else text).partition(term)
         if first[1] and not re.match(rf"[一-鿿]{{0,2}}（[^）]*{name}", first[2], re.IGNORECASE):
             said.append(f"{term}（{name}） at first use: {first[0][-20:]}{term}{first[2][:20]}")
     return said

@@ -28,7 +28,7 @@ def with_special_tokens(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As Llama 2: what is not in the vocabulary is spelled in byte tokens; a text's first space is dropped."""
+    """As Llama 2: text outside the vocabulary is spelled in byte tokens; a text's first space is dropped."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *BYTES, *LETTERS])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -1,4 +1,4 @@
-"""The doctor: what it says of machines that this one is not."""
+"""The doctor: its report for other machines than this one."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from interrupts import answer_all
 from test_stage_e_fuzz import arrivals, arrivals_of, run_and_compare, settings_of_engine
 
+from beyond.windows.blocks import HybridBlockManager
 from stage_e_batching.calls import Calls
 from stage_e_batching.scheduler import WATERMARK, Scheduler
 from stage_e_batching.step import ScheduledStep
@@ -65,6 +66,8 @@ def check_first_in_line(scheduler: Scheduler, step: ScheduledStep) -> None:
     first = scheduler.waiting[0]
     needed = scheduler.block_manager.blocks_for(len(first)) + scheduler.watermark(first)
     fits = scheduler.free_slots_for(first) and needed <= scheduler.block_manager.num_free
+    if isinstance(scheduler.block_manager, HybridBlockManager):
+        fits = fits and scheduler.block_manager.windows.has_room(first)
     lacks_token = any(sequence.num_in_flight for sequence in scheduler.waiting)  # it is computed again with that one
     assert lacks_token or not fits, f"request {first.request_id} fits and waits: {step}"
 
@@ -117,7 +120,7 @@ SMALL = {"num_blocks": 14, "block_size": 2, "max_num_seqs": 4, "max_num_batched_
 
 def small_engine(make: Make) -> Calls:
     calls = make(**SMALL)
-    calls.engine.scheduler.watermark = lambda sequence: 0  # whoever fits comes in, and has to go again
+    calls.engine.scheduler.watermark = lambda sequence: 0  # every request that fits is admitted, and preempted again
     return calls
 
 

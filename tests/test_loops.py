@@ -1,4 +1,4 @@
-"""The programs on one screen: each holds one idea, runs by itself, and chooses the tokens of its stage's engine."""
+"""The one-screen programs: each has one idea, runs alone, and generates the tokens of its stage's engine."""
 
 from __future__ import annotations
 
@@ -84,20 +84,20 @@ def streamed(loop: ModuleType, prompts: list[list[int]], eos_id: int) -> list[li
 
 @dataclass(frozen=True)
 class Loop:
-    """A program of the course, and what is true of it.
+    """A program of the course, and its expected properties.
 
     Attributes:
         path: of the program.
-        most_lines: it has no more.
-        idea, before: names in it. With the idea replaced by what was before, the number that it prints returns.
+        most_lines: the limit of its length.
+        idea, before: names in it. With the idea replaced by `before`, it prints the old number again.
         answers: the function above that runs it on prompts of token ids; "" where it generates no tokens.
         steps: names in it that its `generate` takes first.
-        own: modules of the project that it may import beside the model's and the earlier programs.
+        own: modules of the project that it may import, besides the model's and the earlier programs.
         compiles: it needs a C++ compiler.
         counts_calls: it prints how often PyTorch is called, which is not the same in every version.
         engine: the package of the engine whose tokens it chooses, if that is not its folder.
         grows: the idea makes the number larger.
-        interpreted: without a GPU it needs Triton's interpreter, and so a process of its own.
+        interpreted: without a GPU it needs Triton's interpreter, and so a separate process.
     """
 
     path: str

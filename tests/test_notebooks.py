@@ -1,4 +1,4 @@
-"""The notebooks run, and what is committed of them is fit to be read: in step with their code, with pictures, clean."""
+"""The notebooks run, and their committed versions are readable: in step with their code, with pictures, clean."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_a_dash_stands_for_a_number_until_it_is_measured(tmp_path: Path) -> None
         ("{a-gpu > six > samples} | .1f", "1<!--=f.x-->", "{a-gpu > six > samples} leads to nothing"),
         ("{a-gpu > five > samples} | .1f", "1<!--=f.x-->", "'samples' is in several rows; say which 'rows'"),
         ("{a-gpu > rows=1} | .1f", "1<!--=f.x-->", "{a-gpu > rows=1} leads to what is not one figure"),
-        ("{a-gpu > rows=1 > samples} ms | .1f", "1<!--=f.x-->", "is no arithmetic with addresses in braces"),
+        ("{a-gpu > rows=1 > samples} ms | .1f", "1<!--=f.x-->", "is not arithmetic with addresses in braces"),
         (f"{RATIO} | 0.3..0.4", "a third<!--=f.x-->", "0.5 is outside 0.3..0.4"),
         (f"{STEP} | .1f", "1<!--=f.x--> 1<!--=f.y-->", "README.md: numbers.toml defines no 'f.y'"),
         (f"{STEP} | .1f", "two<!--=f.x-->", "README.md: no number is before <!--=f.x-->"),

@@ -1,4 +1,4 @@
-"""`pip install .`: what a wheel holds, and what it says of what it lacks."""
+"""`pip install .`: the contents of a wheel, and its messages about missing parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be given as a prompt or a conversation, and what is refused with one line before anything runs."""
+"""Valid prompts and conversations, and those refused with a one-line error before anything runs."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_an_lm_head_in_8_bits_leaves_the_table_of_an_untied_model_alone():
 
 @pytest.mark.parametrize("options", [{}, {"quantization_group_size": 128}, {"quantization": "fp8"}], ids=str)
 def test_a_token_is_looked_up_in_the_dequantised_table(options):
-    """The norm behind the table hides a wrong scale from the tutor's answers."""
+    """The norm after the table hides a wrong scale from the tutor's answers."""
     table = make(**ALL | options).runtime.model.embed_tokens
     ids = torch.tensor([3, 4000, 7])
     assert torch.equal(table(ids), dequantize_matrix(table.matrix.weight, table.dtype, table.matrix.group_size)[ids])

@@ -1,4 +1,4 @@
-"""The two 8-bit formats: what is stored, how far it may be off, and which options are refused."""
+"""The two 8-bit formats: stored values, error bounds, and refused options."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, name, block_
 
 
 def behind(num_blocks, cache):
-    """The same blocks in a pool with `num_blocks` before them, of which no slot has a scale."""
+    """The same blocks in a pool after `num_blocks` others whose slots have no scale."""
     sizes = [(num_blocks + len(part), *part.shape[1:]) for part in cache]
     larger = Quantized(cache.values.new_empty(sizes[0]), cache.scales.new_full(sizes[1], float("nan")))
     larger.values[num_blocks:], larger.scales[num_blocks:] = cache
@@ -301,7 +301,7 @@ FAR_STORES = [(3, 64, "int8", heads, False, 2**31 // (4 * 3 * 64)) for heads in 
     ],
 )
 def test_store_is_the_reference(case, device, dtype):
-    """Both kernels that store write what the reference writes, into the slots of the mapping and no other."""
+    """Both store kernels write the reference's values into the slots of the mapping, and no other."""
     from beyond.quantization.attention import triton_store
 
     kv_heads, head_dim, name, heads, norm, blocks_before = case

@@ -1,4 +1,4 @@
-"""Our weights beside torchao's, and a checkpoint that transformers writes with it: `pip install -e .[compare]`."""
+"""Our weights against torchao's, and a checkpoint that transformers writes with it: `pip install -e .[compare]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program behind `make real-model`, without its downloads."""
+"""The program of `make real-model`, without its downloads."""
 
 from __future__ import annotations
 
@@ -47,12 +47,26 @@ def test_without_npm_it_says_what_to_install(program: ModuleType, tmp_path: Path
         program.fetch(tmp_path)
 
 
-def test_a_model_that_is_there_is_not_built_again(program: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
-    target = tmp_path / "build" / "models" / program.PRESET
+def test_what_is_there_is_not_built_again(program: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(program, "ROOT", tmp_path)
-    monkeypatch.setattr(program, "TARGET", target)
-    target.mkdir(parents=True)
-    (target / "model.safetensors").touch()
+    for name in ("TARGET", "QWEN3"):
+        monkeypatch.setattr(program, name, tmp_path / "build" / name)
+        (tmp_path / "build" / name).mkdir(parents=True)
     program.main()
     said = capsys.readouterr().out
-    assert "is there; delete it to build it again" in said and "Gemma Terms of Use" in said
+    assert said.count("is there; delete it to build it again") == 2 and "Gemma Terms of Use" in said
+    assert sorted(path.name for path in (tmp_path / "build").iterdir()) == ["QWEN3", "TARGET"]
+
+
+def test_what_breaks_off_leaves_no_model(program: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+
+    def make(work: Path, target: Path) -> None:
+        (target / "model.safetensors").touch()
+        raise SystemExit("no network")
+
+    with pytest.raises(SystemExit, match="no network"):
+        program.build(tmp_path / "models" / "m", make)
+    assert not (tmp_path / "models" / "m").exists()
+    program.build(tmp_path / "models" / "m", lambda work, target: (target / "config.json").touch())
+    assert [path.name for path in (tmp_path / "models").rglob("*")] == ["m", "config.json"]

@@ -9,26 +9,26 @@ import pytest
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
-DECKS = sorted((ROOT / "docs" / "slides").glob("week*.md"))
+DECKS = {end: sorted((ROOT / "docs" / "slides").glob(f"week?{end}")) for end in (".md", ".zh-CN.md")}
 
 
-def test_every_week_of_the_course_links_to_its_slides() -> None:
-    weeks = re.findall(
-        r"^\| (\d) \| \[slides\]\((.+?)\)", (ROOT / "docs/course.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert [(str(i), f"slides/week{i}.md") for i in range(1, 8)] == weeks
-    assert [ROOT / "docs" / name for _, name in weeks] == DECKS
+@pytest.mark.parametrize("end", DECKS)
+def test_every_week_of_the_course_links_to_its_slides(end: str) -> None:
+    plan = (ROOT / f"docs/course{end}").read_text(encoding="utf-8")
+    weeks = re.findall(r"^\| (\d) \| \[(?:slides|幻灯片)\]\((.+?)\)", plan, re.MULTILINE)
+    assert [(str(i), f"slides/week{i}{end}") for i in range(1, 8)] == weeks
+    assert [ROOT / "docs" / name for _, name in weeks] == DECKS[end]
 
 
-def test_the_speakers_notes_say_the_hours_of_the_weeks_labs() -> None:
-    rows = re.findall(
-        r"^\| \d \| \[slides\].*\| ([\d.]+) \| [^|]*\|$", (ROOT / "docs/course.md").read_text(), re.MULTILINE
-    )
-    notes = [re.search(r"^<!-- ([\d.]+) hours\b", deck.read_text(), re.MULTILINE) for deck in DECKS]
-    assert [note and note[1] for note in notes] == rows
+@pytest.mark.parametrize("end", DECKS)
+def test_the_speakers_notes_say_the_hours_of_the_weeks_labs(end: str) -> None:
+    plan = (ROOT / f"docs/course{end}").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d \| \[(?:slides|幻灯片)\].*\| ([\d.]+) \| [^|]*\|$", plan, re.MULTILINE)
+    hours = re.compile(r"^<!-- (?:合计 )?([\d.]+) (?:hours\b|小时)", re.MULTILINE)
+    assert [hours.findall(deck.read_text(encoding="utf-8"))[-1:] for deck in DECKS[end]] == [[row] for row in rows]
 
 
-@pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("deck", sum(DECKS.values(), []), ids=lambda path: path.stem)
 def test_slides_fit_an_hour_and_the_screen_and_lead_to_what_is_there(deck: Path) -> None:
     text = deck.read_text(encoding="utf-8")
     slides = re.split(r"^#{1,2} ", text, flags=re.MULTILINE)[1:]

@@ -41,7 +41,7 @@ def more_threads() -> Iterator[Callable]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
+@pytest.mark.parametrize("preset", ["qwen2-tiny", "qwen3-tiny", "llama-tiny", "gemma3-tiny"])
 def test_a_step_reads_every_weight_and_cached_number_once_and_of_the_embedding_only_the_lm_head(preset: str) -> None:
     llm = LLM(f"random:{preset}", device="cpu", dtype="float32")
     tied = llm.model.config.tie_word_embeddings
@@ -52,6 +52,14 @@ def test_a_step_reads_every_weight_and_cached_number_once_and_of_the_embedding_o
         cache = llm.model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
     stored = sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in cache.layers)
     assert 3 * ModelBytes(llm.source.config, 4).kv_bytes_per_token == stored
+
+
+def test_a_layer_with_a_window_reads_the_last_tokens_alone() -> None:
+    model = ModelBytes(preset_config("gemma-3-270m"), 2)
+    of_a_layer = model.kv_bytes_per_token // 18
+    for context in (100, 512, 30_000):
+        read = of_a_layer * (3 * context + 15 * min(context, 512))
+        assert round(model.step_bytes(context)) == model.weight_bytes + read
 
 
 def test_the_program_on_timing_prints_two_wrong_times_the_correct_one_and_the_floor(

@@ -1,4 +1,4 @@
-"""Loading: what every kind of name gives, and what a broken model directory says."""
+"""Loading: every kind of model name, and the errors of broken model directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The builder of the extension: what it builds where, what it says, and two builders at once."""
+"""The builder of the extension: its products, its messages, and two builders at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TORCH_LIBRARY(small_test_library, m) { m.def("answer() -> int", &answer); }
 
 @pytest.fixture
 def csrc(tmp_path, monkeypatch):
-    """A csrc/ with one small source, and a cache of its own."""
+    """A csrc/ with one small source, and a separate cache."""
     folder = tmp_path / "csrc"
     folder.mkdir()
     (folder / "small.cpp").write_text(SMALL)

@@ -1,4 +1,4 @@
-"""Stage D's own: static batches and what they hold, the size of the pool, the options, and the operator of stage C."""
+"""Stage D: static batches and their memory, the size of the pool, the options, and stage C's operator."""
 
 from __future__ import annotations
 

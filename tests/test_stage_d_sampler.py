@@ -1,4 +1,4 @@
-"""Stage D's sampler chooses for a whole batch what stage A's chooses row by row, and launches no more for more rows."""
+"""Stage D's batch sampler equals stage A's row by row, and its number of launches does not grow with the rows."""
 
 from __future__ import annotations
 

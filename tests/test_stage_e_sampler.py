@@ -72,7 +72,7 @@ def make_sampler(max_num_seqs: int, vocab_size: int = VOCAB) -> Sampler:
 
 
 def rows_of(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> tuple[SamplerInput, int]:
-    """A step's input for these rows, on the device, and what they need."""
+    """Return a step's input for these rows, on the device, and the sampler features that they need."""
     rows = SamplerInput.empty(len(batch))
     needs = sampler.fill(np.array(batch_slots), np.array([len(row["output"]) for row in batch]), rows)
     return SamplerInput(*map(torch.from_numpy, rows)), needs
@@ -98,14 +98,14 @@ def scores_of(sampler: Sampler, batch: list[dict], batch_slots: list[int]) -> to
 
 
 def chosen_for(batch: list[dict]) -> list[int]:
-    """The sampler's choices for a batch of its own."""
+    """Return the sampler's choices for a separate batch."""
     sampler = make_sampler(len(batch), len(batch[0]["logits"]))
     admit_all(sampler, batch, list(range(len(batch))))
     return choose(sampler, batch, list(range(len(batch)))).ids.tolist()
 
 
 def logprobs_for(batch: list[dict]) -> list[dict[int, float] | None]:
-    """The log-probabilities that the sampler reports for a batch of its own."""
+    """Return the sampler's log-probabilities for a separate batch."""
     sampler = make_sampler(len(batch), len(batch[0]["logits"]))
     admit_all(sampler, batch, list(range(len(batch))))
     drawn = choose(sampler, batch, list(range(len(batch))))

@@ -1,4 +1,4 @@
-"""Waiting orders: who is tried first, and that nobody starves."""
+"""Waiting orders: which request is tried first, and that none starves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small all-reduce: ranks in processes of their own, the kernel in Triton's interpreter, memory that all can write.
+"""The small all-reduce: one process per rank, the kernel in Triton's interpreter, memory that all ranks can write.
 
 On two GPUs the same kernel is tested with the engine, in test_stage_f_two_gpus.py.
 """
@@ -158,7 +158,7 @@ class Peers(OneShotAllReduce):
 
 
 def open_all(size: int = 3, **fails: object) -> tuple[list[Peers], list[str | None]]:
-    """Open all ranks' all-reduces, of which rank 1's has a fault."""
+    """Open all ranks' all-reduces; rank 1's has a fault."""
     store = dist.HashStore()
     ranks = [Peers(rank, size, **fails if rank == 1 else {}) for rank in range(size)]
 
@@ -215,7 +215,7 @@ def test_numbers_that_a_kernel_cannot_add_up_in_float32_are_left_to_the_library(
 
 
 class Noted(RankGroup):
-    """A group without other ranks that notes who is given a sum: our kernel, or a collective of the library."""
+    """A group without other ranks that records whether our kernel or the library gets a sum."""
 
     def __init__(self, size):
         self.rank, self.size, self.one_shot, self.done = 0, size, self, []

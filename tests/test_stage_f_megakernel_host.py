@@ -1,4 +1,4 @@
-"""The megakernel without a GPU: what is compiled for which model, the fallback, what C++ and Python share."""
+"""The megakernel without a GPU: compilation per model, the fallback, and constants shared by C++ and Python."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from stage_f_graph_tp.megakernel import mini
 
 COUNTS = {1: (2, 0), 2: (0, 0), 3: (0, 575)}  # version -> barriers and bulk copies per layer
 
-# What is left out of which version, and what becomes of it.
+# What to remove from each version, and the expected failure.
 WRONG = {
     "no barrier before x is received": (1, "if (VERSION == 1) grid_barrier(m.arrived, ++barriers);\n", ""),
     "no barrier before the activation is received": (

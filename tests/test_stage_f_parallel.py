@@ -1,4 +1,4 @@
-"""A model cut over several ranks computes what the whole one computes, and each rank reads only its part.
+"""A model split over several ranks computes the same as the whole model, and each rank reads only its part.
 
 A `RankGroup` is an object and not global, so the ranks of most tests here are threads of one process.
 """

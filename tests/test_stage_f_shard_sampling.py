@@ -1,4 +1,4 @@
-"""Tokens sampled by shard are those of the whole row: on the CPU, and by the Triton kernels."""
+"""Tokens sampled by shard equal those of the whole row: on the CPU, and with the Triton kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skinny GEMMs and what is fused with them, against their definitions in float64."""
+"""Skinny GEMMs and the work fused with them, against their definitions in float64."""
 
 from __future__ import annotations
 

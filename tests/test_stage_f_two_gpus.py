@@ -1,6 +1,6 @@
 """On two GPUs: the tokens of one, right sums in any mixture, and an error when a rank is killed or stopped.
 
-What could hang runs in processes of its own, which end by themselves and then say where they were.
+Everything that could hang runs in separate processes with a time limit, which then report where they were.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ POOL = {"device": "cpu", "kvcache_block_size": 4, "num_kvcache_blocks": 256}
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that run, by name and shape of what they return."""
+    """Counts the operators that run, by name and result shape."""
 
     def __init__(self) -> None:
         super().__init__()

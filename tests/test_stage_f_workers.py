@@ -1,6 +1,6 @@
 """Rank 0's commands to the other ranks, and errors instead of hangs when a rank fails, stops or is left waiting.
 
-The tokens of several ranks are in `contract/`. Here most ranks are puppets: they do what a test sends them.
+The tokens of several ranks are in `contract/`. Here most ranks are puppets, which execute a test's commands.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def test_recording_graphs_of_any_kind_ends_when_a_rank_has_died(sizes, prefills)
         assert len(recorded) == 2
 
 
-# ---- puppets: ranks that execute what a test sends them --------------------------------------------------------------
+# ---- puppets: ranks that execute a test's commands --------------------------------------------------------------
 
 
 def puppet(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
@@ -570,7 +570,7 @@ def test_a_forked_child_does_not_end_its_parents_workers(puppets):
 
 
 def fail_as_cuda_does(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:
-    """Raise an error of several lines, of which the first says what happened."""
+    """Raise an error of several lines; the first line says what happened."""
     told = " ".join(os.environ[name] for name in ("OMP_NUM_THREADS", "TQDM_DISABLE"))
     raise RuntimeError(f"CUDA error: no such address\nWith {told} compile with `TORCH_USE_CUDA_DSA`")
 

@@ -1,4 +1,4 @@
-"""The figures of a page agree with one another: sums come out, and a ratio is that of the two figures beside it."""
+"""The figures of a page agree with one another: sums are right, and a ratio matches the two figures next to it."""
 
 from __future__ import annotations
 

@@ -158,13 +158,14 @@ def test_recorded_check_passes_the_gates():
     assert all(row["valid"] >= 0.875 and row["different"] >= 4 for row in report["open_ended"])
 
 
-def test_model_card_quotes_the_recorded_check():
+@pytest.mark.parametrize(("edition", "said"), [("README.md", "questions and answers"), ("README.zh-CN.md", "个问答")])
+def test_model_card_quotes_the_recorded_check(edition, said):
     report = json.loads((TUTOR / "check.json").read_text())
-    card = (TUTOR / "README.md").read_text(encoding="utf-8")
+    card = (TUTOR / edition).read_text(encoding="utf-8")
     for key, style in (("exact_match", ".1%"), ("margin_1st_percentile", ".2f"), ("margin_median", ".2f")):
         cells = " | ".join(format(report[dtype][key], style) for dtype in ("float32", "bfloat16"))
         assert f"| {cells} |" in card
-    assert f"{len(FAQ)} questions and answers" in card
+    assert f"{len(FAQ)} {said}" in card
 
 
 # ---- what it is not asked by heart: open-ended questions, tool calls ------------------------------------------------

@@ -1,4 +1,4 @@
-"""`make site`: what is gathered holds together."""
+"""`make site`: the gathered pages are consistent."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ def test_links_to_code_lead_to_a_repository_that_is_named(tmp_path):
 
 def test_slides_that_were_built_are_named_beside_those_in_markdown(tmp_path):
     (tmp_path / "docs" / "slides").mkdir(parents=True)
-    (tmp_path / "docs" / "slides" / "index.md").write_text("# Slides\n")
-    for folder, decks in (("nothing", []), ("built", ["week1.pdf", "week3.pdf"])):
+    for page in ("index.md", "index.zh.md"):
+        (tmp_path / "docs" / "slides" / page).write_text("# Slides\n")
+    for folder, decks in (("nothing", []), ("built", ["week1.pdf", "week3.pdf", "week1.zh-CN.pdf"])):
         (tmp_path / folder).mkdir()
         for deck in decks:
             (tmp_path / folder / deck).write_bytes(b"%PDF")
         Gatherer(tmp_path, "").add_slides(tmp_path / folder)
         said = "\nAs PDF: [1](week1.pdf), [3](week3.pdf).\n" if decks else ""
         assert (tmp_path / "docs" / "slides" / "index.md").read_text() == f"# Slides\n{said}"
+    assert "[1](week1.zh-CN.pdf)\n" in (tmp_path / "docs" / "slides" / "index.zh.md").read_text(encoding="utf-8")
     assert (tmp_path / "docs" / "slides" / "week3.pdf").exists()
 
 

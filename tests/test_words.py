@@ -28,7 +28,7 @@ def prose(text: str, path: str = "a.md") -> str:
 
 
 def avoided_words(text: str) -> list[str]:
-    """The words to avoid in a text, each with what to write and what is around it."""
+    """Return the avoided words in a text, each with its replacement and context."""
     text = re.sub("|".join(map(re.escape, RULES["allowed"])), "", text)
     found = [(m, instead) for word, instead in RULES["avoid"].items() for m in re.finditer(word, text, re.IGNORECASE)]
     return [f"{m[0]!r} (write: {instead}) in: {text[max(0, m.start() - 40) : m.end() + 40]}" for m, instead in found]

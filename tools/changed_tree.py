@@ -1,4 +1,4 @@
-"""Copies of the tree with one change in them, and whether tests notice: for `tools.faults` and `tools.mutants`."""
+"""Run tests on copies of the tree with one change each, for `tools.faults` and `tools.mutants`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Change:
 
 
 def outcomes(changes: list[Change], jobs: int, seconds: int) -> Iterator[str]:
-    """Run each change's tests: yields "failed", "passed" or "timeout", in the order of the changes.
+    """Run each change's tests; yield "failed", "passed" or "timeout", in the order of the changes.
 
-    All tests run on an unchanged copy first: one that always fails notices nothing.
+    All tests first run on an unchanged copy, because a test that always fails detects nothing.
 
     Args:
         jobs: test runs at the same time, each on its own copy of the tree.
-        seconds: of processor time that a run may take. Where it waits for something else, it has five times as long.
+        seconds: limit of a run's processor time. Its elapsed time may be five times as long.
 
     Raises:
         RuntimeError: the tests do not pass without a change, or pytest could not run them.
@@ -71,7 +71,7 @@ def outcomes(changes: list[Change], jobs: int, seconds: int) -> Iterator[str]:
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy what git knows of or would add; what was built is linked."""
+    """Copy the files that git tracks or would add; link built files."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(command, cwd=ROOT, text=True).split("\0"):
         if (ROOT / name).is_file():

@@ -1,7 +1,7 @@
 """`make doctor`: what this machine has, what each stage will use on it, and what to install for more.
 
-It looks and changes nothing, and it works on a machine where everything is missing: that is when it is needed. So it
-imports nothing at its head but the standard library.
+It changes nothing, and it works on a machine where everything is missing, because it is needed most there. So it first
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found. None stands for "not there".
+    """The findings. None means "not there".
 
     Attributes:
         architectures: what PyTorch was built for, such as `("sm_80", "sm_90", "compute_90")`; empty on a CPU.
@@ -77,7 +77,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """Find out what is here."""
+    """Examine this machine."""
     gpus, architectures, cuda = look_at_pytorch() if package_version("torch") else ((), (), None)
     return Machine(
         gpus=gpus,
@@ -96,7 +96,7 @@ def look() -> Machine:
 
 
 def look_at_pytorch() -> tuple[tuple[Gpu, ...], tuple[str, ...], str | None]:
-    """The GPUs that PyTorch sees, what it was built for, and the CUDA version that it was built with."""
+    """Return the GPUs that PyTorch sees, the architectures it was built for, and its CUDA version."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -112,7 +112,7 @@ def package_version(name: str) -> str | None:
 
 
 def program_version(*names: str) -> str | None:
-    """Path and version line of the first program found; the version line is the one with most digits."""
+    """Return the path and the version line (the line with most digits) of the first program found."""
     for name in names:
         path = shutil.which(name) if name else None
         if path is None:
@@ -127,14 +127,14 @@ def program_version(*names: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor's name as the system tells it."""
+    """Return the processor's name as reported by the system."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     return named[1] if named else platform.processor() or platform.machine()
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, None without one."""
+    """Return the NVIDIA driver's version; None without a driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
@@ -144,7 +144,7 @@ def driver_version() -> str | None:
 
 
 def main_memory() -> str:
-    """Main memory, free and in all; "" where the system does not tell."""
+    """Return free and total main memory in words; "" if the system does not report it."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
         return ""
@@ -161,7 +161,7 @@ def gpu_memory() -> str:
 
 
 def machine_lines(machine: Machine) -> list[tuple[str, str]]:
-    """Name and finding, one line each."""
+    """Return pairs of a name and a finding, one per line."""
     missing = tr("missing")
     built = (
         tr("built for CUDA {version}").format(version=machine.cuda) if machine.cuda else tr("built for the CPU alone")
@@ -187,7 +187,7 @@ def machine_lines(machine: Machine) -> list[tuple[str, str]]:
 
 
 def stage_lines(machine: Machine) -> list[tuple[str, str]]:
-    """What each stage will use here, one line each."""
+    """Return what each stage will use here, one line each."""
     where = where_text(machine)
     if machine.gpus and not has_kernels(machine):
         where = tr("the CPU (DEVICE=cpu): this PyTorch has no kernels for {gpu}").format(gpu=machine.gpu_text)
@@ -220,7 +220,7 @@ def where_text(machine: Machine) -> str:
 
 
 def has_kernels(machine: Machine) -> bool:
-    """Whether PyTorch was built for the first GPU: code of its major version, or PTX of an older one."""
+    """Return whether PyTorch was built for the first GPU: with code of its major version, or PTX of an older one."""
     major, minor = machine.gpus[0].capability
     for name in machine.architectures:
         kind, _, digits = name.rstrip("af").partition("_")
@@ -241,13 +241,13 @@ def compile_text(machine: Machine) -> str:
 
 
 def missing_tool(machine: Machine) -> str:
-    """The first of the tools that build CUDA kernels that is not here; "" if all are."""
+    """Return the first missing tool of those that build CUDA kernels; "" if none is missing."""
     tools = {"a C++ compiler": machine.compiler, "ninja": machine.ninja, "nvcc": machine.nvcc}
     return next((name for name, found in tools.items() if not found), "")
 
 
 def extension_text(machine: Machine) -> str:
-    """Stage C's kernels. That they compile for 7.5, and the decode step for 9.0 alone, was tried with nvcc 13.0."""
+    """Describe stage C's kernels. With nvcc 13.0 they compile for 7.5, and the decode step only for 9.0."""
     tool = missing_tool(machine)
     if tool and tool != "nvcc":
         return tr("does not build: it needs {tool}").format(tool=tr(tool))
@@ -261,7 +261,7 @@ def extension_text(machine: Machine) -> str:
 
 
 def attention_text(machine: Machine) -> str:
-    """The attention backend that stage D's `auto` takes."""
+    """Return the attention backend that stage D's `auto` chooses."""
     if machine.triton and machine.can(TRITON):
         return tr("triton (our Triton kernels)")
     if machine.flash_attn and machine.can(FLASH_ATTN):
@@ -292,9 +292,9 @@ def graph_text(machine: Machine) -> str:
 
 
 def advice(machine: Machine) -> list[str]:
-    """What to install for more."""
+    """Return what to install for more features."""
     rules: list[tuple[Callable[[Machine], bool], str]] = [
-        (lambda m: not m.torch, "PyTorch and what the stages need beside it: `make stage-a` installs them into .venv"),
+        (lambda m: not m.torch, "PyTorch and the stages' other packages: `make stage-a` installs them into .venv"),
         (lambda m: not m.tutor, "the default model: `python models/tutor/train.py` (some minutes)"),
         (lambda m: not m.compiler, "a C++ compiler for stage C and torch.compile: `apt install g++` or Xcode's tools"),
         (lambda m: not m.ninja, "ninja, which builds stage C's extension: `pip install ninja`"),
@@ -320,7 +320,7 @@ def advice(machine: Machine) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report. Always succeeds: what is missing is a finding, not an error."""
+    """Print the report. Always succeeds, because a missing package is a finding, not an error."""
     argparse.ArgumentParser(prog="make doctor", description=(__doc__ or "").partition("\n")[0]).parse_args(argv)
     machine = look()
     missing = [name for name in NEEDED if not package_version(name)]

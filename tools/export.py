@@ -1,7 +1,7 @@
-"""`make export STAGE=d OUT=folder`: one stage with all that it needs, in a folder of its own.
+"""`make export STAGE=d OUT=folder`: one stage with everything that it needs, in a separate folder.
 
-The folder holds the stage, the earlier stages that it imports, the C++ and CUDA sources where one of them builds any,
-the tutor, and a Makefile of three lines. Nothing else of the course is looked for, so it can be copied anywhere.
+The folder contains the stage, the earlier stages that it imports, the C++ and CUDA sources if one of them builds any,
+the tutor, and a Makefile of three lines. It needs nothing else from the course, so it can be copied anywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAKEFILE = """run: .venv/ready
 
 
 def imported_stages(package: Path) -> set[str]:
-    """Names of the stages that a package's files import, itself among them, and of those that these import."""
+    """Return the names of all stages that a package imports, directly or not, including itself."""
     found, new = set(), {package.name}
     while new:
         found |= new
@@ -37,7 +37,7 @@ def imported_stages(package: Path) -> set[str]:
 
 
 def imported_files(file: Path) -> set[Path]:
-    """The files of this repository that a Python file imports, at any depth of its code; all relative to it."""
+    """Return the repository's files that a Python file imports, also inside functions, relative to the root."""
     found = set()
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -57,10 +57,10 @@ def export(letter: str, out: Path) -> list[str]:
         out: the folder, which must be new or empty.
 
     Returns:
-        The names of what is in it.
+        The names of its entries.
 
     Raises:
-        ValueError: no such stage, or the folder holds something.
+        ValueError: there is no such stage, or the folder is not empty.
     """
     if letter not in STAGES:
         raise ValueError(f"no stage is called {letter!r}; choose from {', '.join(STAGES)}")

@@ -1,4 +1,4 @@
-"""Random forms of answers, and random answers of a form: what a library of grammars is tried with."""
+"""Random constraints, and random answers that satisfy them, to test grammar libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRUCTURE = re.compile(r'[\s"\]},:0-9.]+')  # tokens that bring JSON to its end
 
 
 def random_schema(chance: random.Random, depth: int = 3, names: tuple[str, ...] = ()) -> Any:
-    """A JSON schema; `names` are those of its definitions."""
+    """Make a JSON schema; `names` are the names of its definitions."""
     kinds = ["string", "integer", "number", "enum", "const", "boolean", "any"]
     kinds += ["object", "object", "array", "array", "union", "typed"] if depth else []
     kinds += ["reference"] if names else []

@@ -1,4 +1,4 @@
-"""The Triton kernels of studies that need one of their own."""
+"""Triton kernels for single studies."""
 
 from __future__ import annotations
 

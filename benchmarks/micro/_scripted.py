@@ -28,7 +28,7 @@ PROMPT = 128  # tokens
 
 
 class ScriptedTable(TokenTable):
-    """Guesses of which a given share is called right, whatever the model samples. They are looked up all the same."""
+    """Guesses of which a given share is declared right, whatever the model samples. The look-up still runs."""
 
     def __init__(self, num_slots: int, max_model_len: int, draft_tokens: int, device: torch.device) -> None:
         super().__init__(num_slots, max_model_len, draft_tokens, device)

@@ -29,7 +29,7 @@ WEIGHT_BYTES = 2**28  # of different weights in a graph of products: more than t
 
 
 def measure(ranks: tuple[int, ...] = (2,), model: str = "qwen2.5-0.5b") -> dict:
-    """Each number of ranks in processes of its own, one per rank: with our kernel, and with NCCL alone."""
+    """Measure each number of ranks in separate processes, one per rank: with our kernel, and with NCCL only."""
     if torch.cuda.device_count() < max(ranks):
         raise ValueError(f"{max(ranks)} ranks need as many GPUs, and there are {torch.cuda.device_count()}")
     rows = []

@@ -47,7 +47,7 @@ class Case:
         return 4 * self.sequences * pairs * self.heads * self.head_dim
 
     def floor(self, ceilings: dict) -> float:
-        """Seconds at the speed of a copy, or for a prefill at that of a matrix product."""
+        """Return the seconds at the speed of a copy, or for a prefill at the speed of a matrix product."""
         if self.query == 1:
             return self.bytes_moved / ceilings["copy_bytes_per_s"]
         return self.operations / ceilings["matmul_operations_per_s"]
@@ -92,7 +92,7 @@ def measure() -> dict:
 
 
 def arguments_of(case: Case, block_size: int, device: torch.device = CUDA) -> list[tuple]:
-    """Argument sets (query, k_cache, v_cache, metadata), each with blocks of its own in one pool, shuffled."""
+    """Make argument sets (query, k_cache, v_cache, metadata), each with different, shuffled blocks of one pool."""
     blocks = -(-case.context // block_size)
     sets = max(2, min(MAX_LAUNCHES, CYCLE_BYTES // case.bytes_moved))
     generator = torch.Generator(device).manual_seed(0)

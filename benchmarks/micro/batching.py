@@ -1,4 +1,4 @@
-"""What continuous batching is worth by itself: the same requests, fewer batch slots than requests, one change a row.
+"""The gain of continuous batching alone: the same requests, fewer batch slots than requests, one change per row.
 
 *D* is stage D: a static batch, padding rows for requests that have ended, tokens sampled row by row. *E, static
 admission* is stage E, admitting requests only when all of the last batch have ended: no padding, and the whole batch is
@@ -51,7 +51,7 @@ def measure(model: str = "tutor", device: str = "cpu", size: str = "cpu", slots:
     """Seconds, steps and rows of every engine at every temperature, the engines taking turns."""
     workload = make_workload("mixed", size)
     [call] = workload.rounds[0]
-    blocks = slots * -(-workload.longest // 16)  # no more than is needed: three engines share the memory
+    blocks = slots * -(-workload.longest // 16)  # only as many as needed: three engines share the memory
     options = {"max_num_seqs": slots, "enable_prefix_caching": False, "num_kvcache_blocks": blocks}
     llms = {name: engine(model, device=device, **options) for name, engine in ENGINES.items()}
     found = take_turns(lambda way: run(llms[way[0]], call, way[1]), product(ENGINES, TEMPERATURES), repeats)

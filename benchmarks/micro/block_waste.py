@@ -2,7 +2,7 @@
 
 Nothing is timed and no model runs. The requests of `mixed` are admitted together, each grows by one token per step and
 gives its memory back when it is done; at every step the slots of their blocks are counted. A contiguous reservation is
-a block of the longest request, or of `max_model_len`, where nobody says how long requests can be.
+a block of the longest request, or of `max_model_len` if the lengths are unknown.
 """
 
 from __future__ import annotations

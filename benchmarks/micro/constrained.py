@@ -1,7 +1,7 @@
-"""Constrained decoding: a step of requests with one schema beside a step of the same requests without.
+"""Constrained decoding: a step of requests with one schema, compared with a step of the same requests without.
 
 The models have random weights and a made-up tokenizer as large as their vocabulary. Both ways sample with the same
-seeds, and no answer can end. What grammars take of the host (accept tokens, fill masks) runs beside the forward.
+seeds, and no answer can end. The host's work for grammars (accept tokens, fill masks) overlaps with the forward.
 """
 
 import os
@@ -24,7 +24,7 @@ TABLES = """
 [constrained]
 corner = "model, requests"
 line = "{model}, {requests}"
-columns."ms per step without a form: median, 99 %" = "{1e3 * median(free):n}, {1e3 * median(free_99):n}"
+columns."ms per step without a schema: median, 99 %" = "{1e3 * median(free):n}, {1e3 * median(free_99):n}"
 columns."with a schema" = "{1e3 * median(form):n}, {1e3 * median(form_99):n}"
 columns."ratio" = "{median(form) / median(free):.2f}, {median(form_99) / median(free_99):.2f}"
 columns."ms of the host for grammars" = "{1e3 * median(host):n}, {1e3 * median(host_99):n}"

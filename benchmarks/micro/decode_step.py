@@ -1,6 +1,6 @@
 """Stage F's persistent megakernel: time of a decode step by rows and context, and where it goes (GPU).
 
-A sample is a CUDA graph of `STEPS` steps: what is timed is the device, not Python. Weights are random and of the real
+A sample is a CUDA graph of `STEPS` steps: so the device is timed, not Python. Weights are random and of the real
 shapes, about a gigabyte or more, far more than L2 holds. To see where the time goes, steps are also timed without the
 streaming of weights, without waiting for other blocks, or without both; and a kernel that is compiled with a trace
 writes down the clock of every multiprocessor at the end of each phase of each layer.
@@ -64,7 +64,7 @@ def make_model(name: str, backend: AttentionBackend | None = None) -> DecoderMod
 
 
 def step_arguments(config: ModelConfig, rows: int, context: int, block_size: int = BLOCK_SIZE) -> list[Tensor]:
-    """Token ids, positions, slots, block tables, context lengths and the pool: each row on blocks of its own."""
+    """Token ids, positions, slots, block tables, context lengths and the pool: each row has separate blocks."""
     blocks = -(-context // block_size)
     shape = (2, config.num_layers, rows * blocks, block_size, config.num_kv_heads, config.head_dim)
     pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
@@ -139,7 +139,7 @@ def _spread(seconds: Tensor) -> dict[str, float]:
 def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) -> float:
     """What one step must read (weights once, each row's keys and values once), at the speed of a copy."""
     cost = ModelCost(preset_config(model), 2)
-    return (cost.weight_bytes + rows * context * cost.kv_bytes_per_token) / copy_bytes_per_s
+    return (cost.weight_bytes + rows * cost.tokens_read(context) * cost.kv_bytes_per_token) / copy_bytes_per_s
 
 
 def account(result: dict) -> list[Record]:

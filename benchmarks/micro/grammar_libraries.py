@@ -2,7 +2,7 @@
 
 Each answer goes on by a token that both libraries allow, so that both are at the same points of the same texts. The
 schema has other names each time. xgrammar keeps parts of schemas, so its first one takes longer than the others.
-xgrammar is no dependency of the course: `pip install xgrammar==0.2.8`.
+xgrammar is not a dependency of the course: `pip install xgrammar==0.2.8`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What serving over HTTP costs: the same 64 answers from `generate`, from `stream`, and from two servers, streamed.
+"""What serving over HTTP costs: the same answers from `generate`, from `stream`, and from two servers, streamed.
 
 All four run on the same kind of engine with as many batch slots as answers, on prompts that differ in every repeat,
 and take turns. `generate` makes the text once, at the end; `stream` makes it token by token, as a server must; a server
-also sends one event per token. The first server has the engine in a thread of its own process (`one_process.py`), the
-second in another process. Several processes read the streams, so that reading does not limit what is measured; they
-connect before the clock starts, as clients that ask again and again do.
+also sends one event per token. The first server runs the engine in a thread (`one_process.py`), the second in another
+process. Several processes read the streams, so that reading does not limit what is measured; they connect before the
+clock starts, as clients that ask again and again do.
 
-With `rounds=8` there are 8 times as many requests, and a stream asks for the next one as soon as it has been answered.
-The answers differ in their length, so that new requests come one by one, as they do to a server at work.
+There are 64 requests at once; `streams=1` measures a single one. With `rounds=8` there are 8 times as many requests,
+and a stream asks for the next one as soon as it has been answered. The answers differ in their length, so that new
+requests come one by one, as they do to a server at work.
 
 On a CPU the seconds are those that the processes of the engine and the server computed for, so that the readers and
 other programs on the machine count for little.
@@ -42,7 +43,7 @@ WAYS = {  # name and colour in the figure
     "HTTP, one process": ("HTTP, one process", GREY),
     "HTTP": ("HTTP, two processes", ORANGE),
 }
-STREAMS, REPEATS = 64, 5
+REPEATS = 5
 SHARE = 0.25  # of the GPU's memory for each of three engines
 CONNECT_SECONDS = 0.3  # for all connections
 
@@ -65,6 +66,7 @@ def measure(
     output_len: int = 64,
     readers: int = 4,
     rounds: int = 1,
+    streams: int = 64,
 ) -> dict:
     """Output tokens per second of each way, prefill included; the ways take turns.
 
@@ -72,12 +74,13 @@ def measure(
         output_len: tokens of an answer. With several rounds they have from half of it to all of it.
         readers: processes that read.
         rounds: requests of each stream, one after another.
+        streams: answers at a time, and batch slots.
     """
-    options = {"max_num_seqs": STREAMS, "enable_prefix_caching": False, "gpu_memory_utilization": SHARE}
-    words = ["--stage", stage, "--model", model, "--device", device, "--max-num-seqs", str(STREAMS), "--no-page"]
+    options = {"max_num_seqs": streams, "enable_prefix_caching": False, "gpu_memory_utilization": SHARE}
+    words = ["--stage", stage, "--model", model, "--device", device, "--max-num-seqs", str(streams), "--no-page"]
     words += ["--no-prefix-caching", "--gpu-memory-utilization", str(SHARE)]
     chance, shortest = random.Random(0), output_len if rounds == 1 else output_len // 2
-    lengths = [chance.randint(shortest, output_len) for _ in range(STREAMS * rounds)]
+    lengths = [chance.randint(shortest, output_len) for _ in range(streams * rounds)]
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     found: dict[str, list[Seconds]] = {way: [] for way in WAYS}
     with (
@@ -87,7 +90,7 @@ def measure(
     ):
         servers = {way: stack.enter_context(local_server(*words, module=module)) for way, module in SERVERS.items()}
         for repeat in range(REPEATS + 1):  # the first is a warm-up
-            prompts = make_prompts(STREAMS * rounds, input_len, 0, repeat)
+            prompts = make_prompts(streams * rounds, input_len, 0, repeat)
             for way, own in found.items():
                 if way in servers:
                     own.append(over_http(pool, readers, servers[way], prompts, lengths, rounds))
@@ -99,7 +102,7 @@ def measure(
         first_ms = [1e3 * took.to_first_tokens for took in own if rounds == 1]  # else the last begin near the end
         rows.append({"way": way, "tokens_per_s": [sum(lengths) / s for s in seconds], "first_tokens_ms": first_ms})
         rows[-1]["reading"] = [took.reading / took.on_clock for took in own]
-    what = {"stage": stage, "streams": STREAMS, "input_len": input_len, "output_len": output_len, "rounds": rounds}
+    what = {"stage": stage, "streams": streams, "input_len": input_len, "output_len": output_len, "rounds": rounds}
     return {"model": model, **what, "rows": rows}
 
 
@@ -170,7 +173,7 @@ async def read_stream(url: str, waiting: Iterator[dict], begin: float) -> list[A
 
 
 def shares_of(result: dict) -> dict[str, list[float]]:
-    """Of each way, what it has of `generate`'s rate in every repeat."""
+    """Return each way's share of `generate`'s rate, in every repeat."""
     rates = {row["way"]: row["tokens_per_s"] for row in result["rows"]}
     return {way: [a / b for a, b in zip(own, rates["generate"], strict=True)] for way, own in rates.items()}
 
@@ -181,7 +184,7 @@ def share(way: str, shares: list[float]) -> str:
 
 def work(result: dict) -> str:
     out, rounds = result["output_len"], result.get("rounds", 1)
-    load = f"requests at once, {result['input_len']} in, {out} out"
+    load = f"request{'s at once' if result['streams'] > 1 else ''}, {result['input_len']} in, {out} out"
     if rounds > 1:
         load = f"streams of {rounds} requests each, {result['input_len']} in, {out // 2}–{out} out"
     text = f"{result['model']}, stage {result['stage'].upper()}; {result['streams']} {load}; "

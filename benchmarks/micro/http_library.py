@@ -1,6 +1,6 @@
 """Which library should read HTTP: streams per second of CPU time with h11 and with httptools, and what each refuses.
 
-h11 is Python, httptools a parser in C. Both servers have the same engine in a process of its own. Only the other
+h11 is Python, httptools a parser in C. Both servers run the same engine in a separate process. Only the other
 process, which speaks HTTP, is counted: its CPU time from when the requests are sent until the last answer has ended.
 The servers take turns. The server itself needs no httptools: pip install httptools.
 """
@@ -29,7 +29,7 @@ class Front(LocalServer):
     """A server whose process that speaks HTTP counts alone."""
 
     def cpu_seconds(self) -> float:
-        import psutil  # the report needs no more than what is written about a study
+        import psutil  # the report needs only a study's texts
 
         times = psutil.Process(self.pid).cpu_times()
         return times.user + times.system

@@ -1,7 +1,7 @@
-"""What each idea of stage F is worth to one request: added in one order, and each by itself.
+"""The gain of each idea of stage F for one request: added in one order, and each separately.
 
-Graphs and the megakernel both remove launches, and each hides what the other is worth. So what an idea is worth depends
-on what else is on, and there is no one list of shares. Two are measured: from stage E to stage F, one idea after the
+Graphs and the megakernel both remove launches, and each hides the other's gain. So the gain of an idea depends on which
+others are on, and there is no single list of shares. Two are measured: from stage E to stage F, one idea after the
 other; and each idea switched off while all others are on, and on while all others are off.
 """
 

@@ -1,6 +1,6 @@
 """A decode step by the kinds of layers that stage F can run, over the rows of the batch (GPU).
 
-A sample is a CUDA graph of one whole step, from the embedding to the logits, so what is timed is the device, not
+A sample is a CUDA graph of one whole step, from the embedding to the logits, so the device is timed, not
 Python; the weights of all layers are many times the L2 cache. Here it was measured up to how many rows each kind is the
 fastest: `most_rows` of the megakernel and `skinny_limit`.
 """
@@ -26,7 +26,7 @@ NEEDS_GPU = True
 MODELS = ("qwen2.5-0.5b", "qwen3-0.6b")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)
 CONTEXT, BLOCK_SIZE = 640, 64
-LONGEST = 4096  # what the graphs are captured for
+LONGEST = 4096  # context that the graphs are captured for
 REPLAYS, REPEATS = 10, 9
 KINDS = {  # by their names in the files of results
     "stage D": "stage D",

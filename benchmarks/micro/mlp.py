@@ -1,7 +1,8 @@
 """Stage C's MLP block by each kernel variant, next to what the memory can do (GPU).
 
 For a few tokens bandwidth is the limit: the block's weights must be read once, and nothing else is large. A sample
-is a CUDA graph of one call per layer, each with weights of its own and fed by the call before, as in a model: the
+is a CUDA graph of one call per layer, each with different weights and the output of the call before as input, as in a
+    model: the
 weights of all layers are many times the L2 cache.
 """
 

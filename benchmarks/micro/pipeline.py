@@ -1,4 +1,4 @@
-"""Pipeline stages: how long they are idle, beside theory, and what they send, beside tensor parallelism.
+"""Pipeline stages: their idle time compared with theory, and the bytes they send compared with tensor parallelism.
 
 *Counted*: the real scheduler and engine on stages that take one unit of time for every step. *Measured*: the busy times
 that the stages of a real engine record, and its speed, on two GPUs (`device=cuda`) or CPU processes. *Bytes*: what two
@@ -129,7 +129,7 @@ def sent_by_both() -> int:
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:
-    """The classical picture, of the counted stages: a lane per stage, a colour per batch, white where one is idle."""
+    """Draw the classical picture of the counted stages: a lane per stage, a colour per batch, white for idle time."""
     idle, at_the_ends = idle_in_theory("decode", 1, 3), idle_in_theory("prefill", 4, 3)
     panels = {
         f"one batch in flight: the stages are idle for {idle:.0%} of their time": counted_spans("decode", 1, stages=3),

@@ -1,10 +1,11 @@
-"""Eight bits: bytes that a step reads, kernels, whole steps, quality, and torchao's weights beside ours.
+"""Eight bits: bytes that a step reads, kernels, whole steps, quality, and torchao's weights compared with ours.
 
     python -m benchmarks.micro quantized part=bytes      # counted; so are `quality` and `library` on any machine
     python -m benchmarks.micro quantized part=kernels    # timed on a GPU, as `step` is
 
-*bytes*: what a decode step reads, by the shapes of the models, and how many sequences get blocks beside weights. The
-engine loads each model on PyTorch's `meta` device, so the bytes are those of its own tensors. On a GPU it also measures
+*bytes*: the bytes that a decode step reads, by the shapes of the models, and how many sequences fit next to the
+    weights. The engine loads each model on PyTorch's `meta` device, so the bytes are counted from its tensors. On a GPU
+    it also measures
 what activations take, so somewhat fewer sequences fit there. *kernels*: every launch of a CUDA graph reads another copy
 of the weights or another part of the pool, `CYCLE_BYTES` in all, several times the L2 cache. *step*: a CUDA graph of a
 step as the engine runs it, next to the floor of its own bytes. *quality*: every answer of the tutor's FAQ in a forward
@@ -79,13 +80,13 @@ READ: dict[str, dict[str, object]] = {
     "KV cache": CACHE,
     "all": WEIGHTS | HEAD | CACHE,
 }
-READ_SHOWN = ("weights and head", "KV cache", "all")  # beside bfloat16
+READ_SHOWN = ("weights and head", "KV cache", "all")  # next to bfloat16
 MEMORIES = {"16 GB": 16 * 10**9, "141 GB": 141 * 10**9}  # of a small GPU, and of an H200
 SEQUENCE = 4096  # tokens of the sequences that should fit
 
 
 def count_bytes() -> dict:
-    """Bytes of a step of every model, for both batches, in every combination; sequences that fit beside the weights."""
+    """Bytes of a step of every model, for both batches, in every combination; sequences that also fit."""
     rows, fits = [], []
     for model, (kind, options) in itertools.product(MODELS, READ.items()):
         cost = QuantizedBytes(ModelBytes(preset_config(model), 2), Options(**options))
@@ -115,7 +116,7 @@ def weight_bytes(runtime: Runtime) -> int:
 
 
 def sequences_that_fit(runtime: Runtime, memory: int) -> int:
-    """How many sequences get blocks at the same time in what the weights leave of the engine's share of the memory."""
+    """Return how many sequences fit at the same time in the memory that the weights leave to the engine."""
     share = Options.gpu_memory_utilization
     budget = int(memory * share) - weight_bytes(runtime)
     try:
@@ -324,15 +325,18 @@ def load(name: str, device: str, dtype: str, options: dict[str, object]) -> Runt
 @torch.inference_mode()
 def logits_of(runtime: Runtime, text: Text) -> Tensor:
     """The logits before each token of the answer, float32 `[answer tokens, vocab]`."""
-    length, device = len(text.ids) - 1, runtime.device
+    return runtime.model.compute_logits(states_of(runtime, text.ids[:-1])[text.first - 1 :]).float()
+
+
+def states_of(runtime: Runtime, ids: list[int]) -> Tensor:
+    """The final states of all positions of one text, `[tokens, hidden]`."""
+    length, device = len(ids), runtime.device
     blocks = -(-length // runtime.block_size)
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
     positions = torch.arange(length, device=device)
     table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
     metadata = AttentionMetadata(ints([0, length]), ints([length]), positions, table, length, length)
-    ids = torch.tensor(text.ids[:-1], device=device)
-    hidden = runtime.model(ids, positions, runtime.make_pool(blocks), metadata)
-    return runtime.model.compute_logits(hidden[text.first - 1 :]).float()
+    return runtime.model(torch.tensor(ids, device=device), positions, runtime.make_pool(blocks), metadata)
 
 
 def compare(reference: list[Tensor], logits: list[Tensor]) -> dict[str, float]:

@@ -1,12 +1,13 @@
-"""Libraries of grammars on random forms: what they refuse, what they get wrong, and what a token costs.
+"""Grammar libraries on random constraints: what they refuse, what they get wrong, and the time per token.
 
-Each form is a random JSON schema, regular expression or grammar, and gets random answers: at every token one of those
+Each constraint is a random JSON schema, regular expression or grammar, and gets random answers: at every token one of
+    those
 that the library allows. An answer that has ended is read by another program (`beyond/structured/answers.py`). One that
-fails is wrong: the library has allowed what its form forbids. *The engine* is llguidance behind the checks on
+fails is wrong: the library has allowed what its constraint forbids. *The engine* is llguidance behind the checks on
 arrival of `beyond/structured`; there a wrong answer ends as its request's error.
 
     pip install xgrammar==0.2.8                 # no dependency of the course; without it, its rows are left out
-    python -m benchmarks.micro random_forms minutes=10 only='the engine'    # new forms, for ten minutes
+    python -m benchmarks.micro random_forms minutes=10 only='the engine'    # new constraints, for ten minutes
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def named(result: dict) -> str:
 
 
 class Compiled(NamedTuple):
-    """A form of one library: its masks, and how it goes on by a token."""
+    """A constraint compiled by one library: fills masks, and advances by a token."""
 
     fill: Callable[[], None]  # the mask; an exception is raised where nothing can be told
     mask: np.ndarray
@@ -136,7 +137,7 @@ def ids_of(mask: np.ndarray) -> list[int]:
 
 
 def check_of(form: StructuredOutputs) -> Callable[[str], str] | None:
-    """The check of a form, also of one that the engine refuses; None if no program can read it."""
+    """Return the check of a constraint, even if the engine refuses it; None if no program can check it."""
     from llguidance import LLMatcher
 
     try:
@@ -150,7 +151,7 @@ def check_of(form: StructuredOutputs) -> Callable[[str], str] | None:
             regex.compile(form.text)
             return make_check(form, "")
         return make_check(form, LLMatcher.grammar_from_lark(gbnf_to_lark(form.text)))
-    except Exception:  # of libraries that do not say what they raise
+    except Exception:  # the libraries do not document their exceptions
         return None
 
 
@@ -163,9 +164,9 @@ def measure(
     minutes: float = 0,
     only: str = "",
 ) -> dict:
-    """Counts and seconds of each kind of form and each library, or of one, on the tutor's vocabulary.
+    """Count and time each kind of constraint with each library, or with one, on the tutor's vocabulary.
 
-    With `minutes`, new forms are tried for at least as long.
+    With `minutes`, new constraints are tried for at least as long.
     """
     source = resolve("tutor")
     tokenizer = load_tokenizer(source)
@@ -214,7 +215,7 @@ NAMES = {"json": "JSON schemas", "regex": "expressions", "grammar": "grammars"}
 def try_forms(
     kind: str, count: int, part: int, answers: int, libraries: dict, rows: dict, tokenizer: Any, eos_ids: list[int]
 ) -> None:
-    """Try `count` forms of a kind, the same with every library."""
+    """Try `count` constraints of a kind, the same with every library."""
     seconds = {name: ([], [0.0, 0]) for name in libraries}
     for number in range(count):
         form = StructuredOutputs(kind, KINDS[kind](random.Random(f"{kind} {part} {number}")))

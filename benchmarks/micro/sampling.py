@@ -1,8 +1,8 @@
 """What a request's sampling parameters cost per step: greedy against filters, penalties and logprobs.
 
-The time of a decode step is (T(129) - T(1)) / 128, with 512 tokens in each prompt. *Flat* logits are those of random
+The time of a decode step is (T(129) - T(1)) / 128, with 512 tokens in each prompt. *Flat* logits come from random
 weights: a nucleus of tens of thousands of tokens. *Peaked* ones, of the same model with its last norm scaled, have a
-nucleus of a few, as those of trained models do. The prefix cache is off.
+nucleus of a few, somewhat fewer than a trained model's (the study `real_model`). The prefix cache is off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = {  # what each request asks for; a list is taken in turn
 }
 LOADED = list(KINDS)[:4]  # those that serve `mixed` as well
 ENGINES = {"E": StageE, "F": StageF}
-PEAK = 10.0  # what the last norm is scaled by
+PEAK = 10.0  # scale of the last norm
 STEPS = 128
 
 
@@ -67,7 +67,7 @@ def measure_engine(llm: StageE, requests: tuple, kinds_of_logits: tuple, size: s
     for logits in kinds_of_logits:
         if logits == "peaked":
             with torch.inference_mode():
-                llm.runtime.model.norm.weight.mul_(PEAK)  # graphs and the megakernel read it where it is
+                llm.runtime.model.norm.weight.mul_(PEAK)  # in place: graphs and the megakernel read it there
         for kind, asked in KINDS.items():
             for rows_per_step in requests:
                 if len(asked) not in (1, rows_per_step):

@@ -30,7 +30,7 @@ class NoWatermark(rules.Scheduler):
 
 
 class NoDoubling(rules.Scheduler):
-    """Asks a sequence that returns for no more than one that is new."""
+    """Uses the same watermark for returning and new sequences."""
 
     def watermark(self, sequence: BatchSequence) -> int:
         return self.block_manager.blocks_for(rules.WATERMARK * (self.num_running + 1)) if self.num_running else 0
@@ -101,7 +101,7 @@ def draw(results: list[dict]) -> dict[str, Picture]:
 
 
 def draw_chunks(chunked: bool) -> Picture:
-    """A long prompt comes while others decode: in chunks, or whole in a step of its own."""
+    """Draw a long prompt that arrives while others decode: in chunks, or whole in a separate step."""
     lengths = [(12, 40), (30, 9), (8, 25), (20, 12), (10, 33), (16, 6), (90, 14), (9, 18), (24, 10), (70, 8), (12, 20)]
     title, tokens = "Whole prompts in steps of their own: every decode waits for them", 96
     if chunked:

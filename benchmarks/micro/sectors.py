@@ -33,7 +33,7 @@ def measure() -> dict:
     """Counters of every kernel; of a kernel with two launches their sum.
 
     Raises:
-        ResultsError: there is no `ncu`, or it may not read the counters.
+        ResultsError: `ncu` is missing, or may not read the counters.
     """
     if shutil.which("ncu") is None:
         raise ResultsError("sectors needs Nsight Compute: `ncu` was not found")

@@ -1,4 +1,4 @@
-"""Speculative decoding: what a verification costs beside a decode step, and what it must gain to pay for itself.
+"""Speculative decoding: the cost of a verification compared with a decode step, and the gain that pays for it.
 
 The acceptance is scripted (`_scripted.py`), but for the tutor's own text: there drafts are right as often as they are.
 """
@@ -22,7 +22,7 @@ from stage_a_naive.checkpoints.tutor import read_faq
 from stage_a_naive.sampling import SamplingParams
 
 PAIR = ("random:qwen2.5-7b", "random:qwen2.5-0.5b")  # a large and a small model of one tokenizer
-DRAFTED, HALF = 4, 0.5  # tokens of the small model, and the share of them that is right, beside `RATE`
+DRAFTED, HALF = 4, 0.5  # tokens of the small model, and their right share, besides `RATE`
 DRAFTS, BATCHES = (4, 8, 12), (1, 2, 4, 8, 16, 32, 64)  # drafted tokens, running requests
 QUESTIONS, TOKENS, REPEATS = 16, 160, 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS)
@@ -31,7 +31,7 @@ COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted
 
 
 def measure(model: str = "random:qwen2.5-0.5b") -> dict:
-    """Every draft length in an engine of its own: stage F's steps, and steps with drafts, by batch size."""
+    """Measure every draft length in a separate engine: stage F's steps, and steps with drafts, by batch size."""
     rows, sizes = [], {"max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": max(BATCHES)}
     for draft in DRAFTS:
         options = sizes | {"num_speculative_tokens": draft, "enable_prefix_caching": False}
@@ -67,7 +67,7 @@ def measure_draft(draft: int, llm: ScriptedLLM) -> list[dict]:
 
 
 def measure_pair() -> dict:
-    """One request of the large model: without drafts, with looked-up ones, and with those of the small model."""
+    """Measure one request of the large model: without drafts, with look-up, and with the small model's drafts."""
     limits = {"max_model_len": 2048, "max_num_batched_tokens": 512, "max_num_seqs": 1}
     limits |= {"num_speculative_tokens": DRAFTED, "enable_prefix_caching": False}
     greedy, (model, draft_model) = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True), PAIR
@@ -107,7 +107,7 @@ def measure_text() -> list[dict]:
 def measure_tutor() -> dict[str, list[float]]:
     """Seconds per token of the tutor's answers by turns, without and with look-up, one question at a time.
 
-    They hardly repeat themselves, and on a GPU such a step is short: what the host does for drafts shows.
+    They hardly repeat themselves, and on a GPU such a step is short, so the host's work for drafts shows.
     """
     questions = [[{"role": "user", "content": entry["question"]}] for entry in read_faq()[:QUESTIONS]]
 
@@ -193,4 +193,5 @@ def headline(result: dict) -> str:
         max(row["gain"] for row in found if row["batch"] == n) for n in (found[0]["batch"], found[-1]["batch"])
     )
     most, device = found[-1]["batch"], result["environment"]["device"]["name"]
-    return f"Drafts make one request {few:.1f} × as fast, and {most} requests {many:.1f} × ({device})"
+    right = f"{100 * result['rate']:.0f} % of scripted guesses right"
+    return f"{right}: one request {few:.1f} × as fast, {most} requests {many:.1f} × ({device})"

@@ -46,7 +46,7 @@ class NullLayers:
 
 
 def null_runner(max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> StepRunner:
-    """Build and send every step's input as stage F does, in front of a model that makes up the tokens."""
+    """Build and send every step's input as stage F does, for a model that makes up the tokens."""
     runtime = SimpleNamespace(
         model=None,
         device=torch.device("cpu"),

@@ -93,7 +93,7 @@ DRAWN = {
 KERNELS = {
     "megakernel": ("decode_step_kernel",),
     "attention": ("_prefill_kernel", "decode_kernel", "flash", "fmha"),
-    "MLP": ("::fused_kernel",),  # stage C's operator: gate-up, down and what is around them
+    "MLP": ("::fused_kernel",),  # stage C's operator: gate-up, down and the work around them
     "product": ("qkv_rotate", "product_add", "gate_up_silu", "nvjet", "gemm", "gemv", "cutlass"),
     "its sum": ("splitkreduce",),
     "all-reduce": ("all_reduce", "nccl"),
@@ -121,7 +121,7 @@ def account(recording: Recording) -> dict[str, float]:
 
 
 def between_steps(recording: Recording) -> dict[str, float]:
-    """Median µs of a step of stage F between its last product and the next step's first layer, by what is there.
+    """Return the median µs of a step of stage F from its last product to the next step's first layer, by kind of work.
 
     Steps that follow the recording's first: the GPU is asked for them while it still works on the one in front.
     """
@@ -178,7 +178,7 @@ def measure(part: str = "kernels", model: str = "random:qwen2.5-0.5b", ranks: tu
         ranks: decode steps of stage F on this many GPUs too, as rank 0 sees them (several: `ranks=2,4`).
 
     Raises:
-        ValueError: there is no such part, or no GPU that it needs.
+        ValueError: the part does not exist, or needs a GPU that is missing.
     """
     if part == "operators":
         return {"part": part} | profile_operators()
@@ -252,7 +252,7 @@ def gaps(result: dict) -> list[Record]:
 
 
 def operators(result: dict) -> list[dict]:
-    """The operators that take most, all others, and what is no operator."""
+    """Return the operators that take most time, the sum of all others, and the rest."""
     rows, rest = result["rows"], result["rows"][SHOWN:]
     shown = [(f"`{row['name']}`", f"{row['calls']:.0f}", row["self_us"]) for row in rows[:SHOWN]]
     shown.append((f"{len(rest)} others", f"{sum(r['calls'] for r in rest):.0f}", sum(r["self_us"] for r in rest)))

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: attention, MLP, LM head, what is between them, and idle time.
+"""Where the time of a decode step goes: attention, MLP, LM head, the work between them, and idle time.
 
 Stages A, B and C run the same model, so their kernels come in the same order: in each layer the products of Q, K and V,
 attention, the output product, then the MLP; after the last layer the LM head. A request is recorded under PyTorch's

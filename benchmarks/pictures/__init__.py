@@ -1,1 +1,1 @@
-"""The pictures of lessons that are no plots of a results file, and what every picture is made with."""
+"""Pictures of lessons that are not plots of a results file, and the tools for all pictures."""

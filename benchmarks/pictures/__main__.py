@@ -1,8 +1,8 @@
 """Draw the figures of the lessons that are measured in seconds and need no results file.
 
-python -m benchmarks.pictures            # all of them, beside the lessons that show them
+python -m benchmarks.pictures            # all of them, next to the lessons that show them
 
-Drawings that measure nothing are SVG files beside their lessons: they are edited there.
+Drawings without measurements are SVG files next to their lessons: edit them there.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from benchmarks.render import Chosen, Record, write
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 SKY, PINK, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"
 STAGES = {"A": ORANGE, "B": SKY, "C": GREEN, "D": YELLOW, "E": BLUE, "F": RED}  # the same in all pictures
-PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)  # for things that have no colour of their own
-FAINT = "#99999955"  # what is idle or waits
+PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)  # for things without a fixed colour
+FAINT = "#99999955"  # idle or waiting
 ON_DARK = "#fefefe"  # text on something coloured: the same in light and dark
 # Black and white are the reader's: in a file they are names, which have other values where the reader's page is dark.
 # Before each name is its colour: a program that does not know names (for slides, or a PDF) takes that.
@@ -39,7 +39,7 @@ FAMILIES = re.compile(r"'DejaVu Sans', [^;\"]*")
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, and a sentence that says what is on it, for those who cannot see it; or the bytes of a PNG file."""
+    """A figure with a text alternative, or the bytes of a PNG file."""
 
     drawn: Figure | bytes
     text: str
@@ -75,7 +75,7 @@ class Picture:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches. It belongs to no global list, so nobody has to close it."""
+    """Make an empty figure, size in inches. It is in no global list, so it need not be closed."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -132,7 +132,7 @@ Part = tuple[str | None, Sequence[float], object]  # label, a value for each bar
 def draw_bars(
     axes: Axes, names: Sequence[str], parts: Sequence[Part], texts: Sequence[str], room: float = 1.15, **look: object
 ) -> None:
-    """Bars from the left, the first on top: the parts of each one after another, and a text behind it.
+    """Draw horizontal bars, the first on top: the parts of each bar in sequence, then a text.
 
     Args:
         room: how long the axis is, in longest bars.
@@ -154,7 +154,7 @@ class Plot(Chosen):
 
     Args:
         kind: lines, bars (from the left) or columns. The parts of a bar are its records, one after another.
-        title: what is to be seen, a format over the file; `text`: the same for those who cannot see it.
+        title: states the finding, a format over the file; `text`: the text alternative.
         at, value: expressions; where a record is on the first axis (of a bar: its name), and how long or high it is.
         label: of a line or part; records that are alike in it are one line. `order` says which, in an expression.
         written: at the end of a bar, over the last of its records.

@@ -44,7 +44,7 @@ def plot_rates(group: Group) -> Picture | None:
 
 
 def rates(group: Group, column: Column) -> dict[str, float]:
-    """Engine -> output tokens per second, where it was measured; of one request those of decoding alone."""
+    """Return engine -> output tokens per second, if measured; for one request, of decoding only."""
     values = {engine: column.median(group, engine) for engine in front_rows(group)}
     return {engine: 1e3 / value if column is STEP else value for engine, value in values.items() if value}
 

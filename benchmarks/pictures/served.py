@@ -22,7 +22,7 @@ from benchmarks.results import ROOT
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome") if find_spec("playwright") else ()
-CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)  # None: there is no page to be seen here
+CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)  # None: pages cannot be rendered here
 OPTIONS = ("--max-num-seqs", "6", "--max-num-batched-tokens", "64", "--num-kvcache-blocks", "40", "--device", "cpu")
 QUESTION = "How do I build a mini vLLM inference loop from scratch? Answer in bullet points."
 FIELDS = {"#question": QUESTION, "#answers": "9", "#temperature": "0.6", "#most-tokens": "48"}
@@ -44,7 +44,7 @@ async def watch(
     Args:
         moments: for each picture its name, and the steps to run before it since the one before.
         options: of the server.
-        fields: what is filled into the page's fields.
+        fields: values for the page's fields.
         scheme: "light" or "dark".
     """
     from playwright.async_api import async_playwright, expect  # not every machine has it

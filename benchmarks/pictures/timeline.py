@@ -70,7 +70,7 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
 
 
 def draw_lanes(axes: Axes, records: Sequence[dict]) -> list[Patch | Line2D]:
-    """One lane per request: what it did in every step; returns what a legend names.
+    """Draw one lane per request, its work in every step; returns the legend's entries.
 
     The records of static batches have been through `with_padding`.
     """

@@ -1,15 +1,15 @@
 """int8 checkpoints in the Hugging Face layout, as the libraries compressed-tensors and torchao write them.
 
-`config.json` has a `quantization_config` that says what was done, and beside each matrix are its scales. Three ways to
-store them are read:
+`config.json` has a `quantization_config` that describes the format, and each matrix has a tensor of scales. Three
+layouts are supported:
 
     compressed-tensors, int-quantized     weight: int8 [rows, columns]         weight_scale
     compressed-tensors, pack-quantized    weight_packed: four values of a      weight_scale
                                           row, plus 128, in one int32
     torchao, Int8WeightOnlyConfig         _weight_qdata: int8 [rows, columns]  _weight_scale
 
-with a scale per row or per row and 128 columns. The values are taken over as they are, not quantised again. Every other
-method is refused by name: 4-bit formats (AWQ, GPTQ, NF4) need other kernels.
+with a scale per row or per row and 128 columns. The values are used unchanged, not quantised again. Every other method
+is refused by name: 4-bit formats (AWQ, GPTQ, NF4) need other kernels.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.weights import TensorSource, tensor_source
 
 STORAGE = ("int-quantized", "pack-quantized")
-# What is `weight` and `weight_scale` here, and what is not needed: the shape of a packed matrix follows from the file.
+# Names that become `weight` and `weight_scale`, and a name that is not needed: the file gives a packed matrix's shape.
 RENAMED = {"weight_packed": "weight", "_weight_qdata": "weight", "_weight_scale": "weight_scale"}
 UNUSED = ("weight_shape", "_weight_zero_point")
 
-Condition = tuple[str, object, tuple[object, ...]]  # what it is called, what it is, what it may be
+Condition = tuple[str, object, tuple[object, ...]]  # name, value, allowed values
 
 
 def resolve_quantized(model: str | PathLike[str]) -> ModelSource:
@@ -117,10 +117,10 @@ SCHEMES = {"compressed-tensors": _compressed_tensors, "torchao": _torchao}
 
 
 def options_of_checkpoint(source: ModelSource, options: Options) -> Options:
-    """Return the options with the checkpoint's format, where it is quantised.
+    """Return the options with the checkpoint's format, if it is quantised.
 
     Raises:
-        ValueError: an option asks for another format, or for what a quantised checkpoint cannot have.
+        ValueError: an option asks for another format, or cannot be combined with a quantised checkpoint.
     """
     config = getattr(source.config, "quantization_config", None)
     if not config:
@@ -138,7 +138,7 @@ def options_of_checkpoint(source: ModelSource, options: Options) -> Options:
 
 
 class Int8Tensors:
-    """An int8 checkpoint, however it is stored, as `weight` (int8) and `weight_scale`."""
+    """An int8 checkpoint in any of the layouts, read as `weight` (int8) and `weight_scale`."""
 
     def __init__(self, directory: SafetensorsDirectory) -> None:
         self.name, self._directory = directory.name, directory
@@ -168,7 +168,7 @@ class Int8Tensors:
 
 
 def open_tensors(source: ModelSource, seed: int, dtype: torch.dtype, device: torch.device) -> TensorSource:
-    """Find the weights of a model: as stage D's `tensor_source`, which this also does for an int8 checkpoint."""
+    """Find the weights of a model, as stage D's `tensor_source` does, also in an int8 checkpoint."""
     tensors = tensor_source(source, seed, dtype, device)
     if getattr(source.config, "quantization_config", None) and isinstance(tensors, SafetensorsDirectory):
         return Int8Tensors(tensors)
@@ -176,5 +176,5 @@ def open_tensors(source: ModelSource, seed: int, dtype: torch.dtype, device: tor
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Four int8 values from each int32: `[rows, columns / 4]` -> `[rows, columns]`."""
+    """Unpack four int8 values from each int32: `[rows, columns / 4]` -> `[rows, columns]`."""
     return (packed.view(torch.uint8).short() - 128).to(torch.int8)

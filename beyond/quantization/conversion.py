@@ -1,4 +1,4 @@
-"""From 8 bits to 16 in Triton: in registers, and a whole matrix."""
+"""Convert 8 bits to 16 in Triton: in registers, and for a whole matrix."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def to_16_bits(x, dtype: tl.constexpr):
     """Convert int8 or e4m3 to `dtype`, exactly.
 
     The compiler converts int8 to bfloat16 by moving bits, two instructions per number. For e4m3 it uses the conversion
-    unit, which takes one number where the rest of the chip takes eight. Bits can be moved there, too: the sign, then
-    the 7 bits of exponent and mantissa below bfloat16's high bits, which is the number times 2^-120. (e4m3's NaN, which
-    no finite number is stored as, becomes 480.)
+    unit, which has an eighth of the throughput. Moving bits works for e4m3 too: the sign, then the 7 bits of exponent
+    and mantissa below bfloat16's high bits, which gives the number times 2^-120. (e4m3's NaN, which no finite number
+    maps to, becomes 480.)
     """
     if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -46,10 +46,10 @@ def to_16_bits(x, dtype: tl.constexpr):
 
 @triton.jit
 def keep_layout(x):
-    """Return the 8-bit `x` as it is: a copy of registers, which the compiler moves no change of layout across.
+    """Return the 8-bit `x` unchanged: a register copy across which the compiler does not move layout changes.
 
-    The product with the values takes neighbours of one column. Without this, the compiler reorders the values while
-    they still are 8 bits, one byte at a time. Behind it they are 16 bits, which shared memory transposes (`ldmatrix`).
+    The product with the values needs neighbours of one column. Without this, the compiler reorders the values while
+    they are 8 bits, one byte at a time. After it they are 16 bits, which shared memory can transpose (`ldmatrix`).
     """
     if INTERPRETED:
         return x

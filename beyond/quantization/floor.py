@@ -1,4 +1,4 @@
-"""The floor moves with the bytes: what a decode step reads of 8-bit weights and an 8-bit KV cache."""
+"""The floor with 8-bit weights and an 8-bit KV cache: the bytes that a decode step reads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class QuantizedBytes:
-    """Stage A's count of bytes, with those matrices and caches in 8 bits that the options say.
+    """Stage A's count of bytes, adjusted for the matrices and caches that the options put in 8 bits.
 
     Args:
-        plain: the count without any.
-        options: what is in 8 bits.
+        plain: the count without quantisation.
+        options: say what is in 8 bits.
     """
 
     plain: ModelBytes
@@ -24,7 +24,7 @@ class QuantizedBytes:
 
     @property
     def weight_bytes(self) -> int:
-        """What one decode step reads of the weights, with their scales."""
+        """The bytes of weights and scales that one decode step reads."""
         if self.options.quantization is None:
             return self.plain.weight_bytes
         c, own, head_dim = self.plain.config, self.plain.bytes_per_number, self.plain.head_dim
@@ -49,8 +49,8 @@ class QuantizedBytes:
         return 2 * c.num_hidden_layers * c.num_key_value_heads * (self.plain.head_dim + SCALE_BYTES)
 
     def step_bytes(self, context: float) -> float:
-        """Return what a decode step of one sequence reads when `context` tokens are in its KV cache."""
-        return self.weight_bytes + context * self.kv_bytes_per_token
+        """Return the bytes that a decode step of one sequence with `context` tokens in its KV cache reads."""
+        return self.weight_bytes + self.plain.tokens_read(context) * self.kv_bytes_per_token
 
     def _matrix(self, rows: int, columns: int) -> int:
         scales = -(-columns // (self.options.quantization_group_size or columns))  # of each row

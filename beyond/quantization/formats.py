@@ -1,10 +1,10 @@
-"""Two 8-bit formats, and how numbers get into them and out.
+"""Two 8-bit formats: quantise numbers, and dequantise them.
 
 Both are symmetric: a run of numbers shares one scale, and a number is stored as the 8-bit value nearest to
 `number / scale`, with `scale = max |number| / largest value of the format`.
 
     int8   255 evenly spaced values -127 … 127. The error of a number is at most scale / 2, whatever its size, so one
-           outlier makes all of its run coarse.
+           outlier makes its whole run coarse.
     fp8    e4m3: sign, 4 bits of exponent, 3 of mantissa, up to 448 (Micikevicius et al. 2022, arXiv:2209.05433). The
            error is at most 1/16 of the number itself (or scale / 1024, of the smallest ones), and so at most
            16 × scale, of those near the largest. Numbers below 1/14 of the largest are stored more finely than in
@@ -37,12 +37,12 @@ class Quantized(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """As of the numbers that it stands for."""
+        """The shape of the dequantised numbers."""
         return self.values.shape
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise every row of `x [..., n]` with a scale of its own.
+    """Quantise every row of `x [..., n]` with a separate scale.
 
     Returns:
         Values `[..., n]` in `dtype` and float32 scales `[...]`. A row of zeros has the scale 1.
@@ -73,7 +73,7 @@ def dequantize_matrix(weight: Quantized, dtype: torch.dtype, group_size: int | N
 
 
 def error_bound(weight: Quantized) -> Tensor:
-    """Return the most that a quantised number can differ from the original, per scale: float32, the shape of `scales`.
+    """Return the largest possible difference from the original number, per scale: float32, the shape of `scales`.
 
     It is half the largest distance between two neighbouring values: 1 in int8, 32 in e4m3 (from 256 to 448).
     """

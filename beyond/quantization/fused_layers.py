@@ -1,7 +1,7 @@
-"""What stage F's fused layers need for 8-bit weights, for an 8-bit KV cache, or for both (GPU).
+"""Adapt stage F's fused layers to 8-bit weights, an 8-bit KV cache, or both (GPU).
 
-With an 8-bit KV cache, rotate and store are a launch of their own. Stage F's QKV product also rotates and stores; an
-8-bit store needs the largest number of a whole head, and a program of the product has a part of one.
+With an 8-bit KV cache, rotate and store are a separate launch. In stage F the QKV product also rotates and stores. But
+an 8-bit store needs the largest number of a whole head, and a program of the product has only a part of a head.
 
 With 8-bit weights, every product changes (`QuantizedProducts`):
 
@@ -29,15 +29,15 @@ from stage_f_graph_tp.kernels.elementwise import rms_norm, rotate_and_store
 from stage_f_graph_tp.kernels.fused_layers import MAX_TILES, SkinnyGemms, move_norm_weights, replace_layers
 from stage_f_graph_tp.kernels.skinny_gemm import skinny_limit
 
-SKINNY_MAX_TOKENS = 64  # for 8-bit matrices; stage F's limit is that of 16-bit ones
+SKINNY_MAX_TOKENS = 64  # for 8-bit matrices; stage F's limit is for 16-bit matrices
 
 
 class QuantizedProducts:
-    """Products with 8-bit matrices by our Triton kernels: stage F's `LayerProducts`, and a `Product` for any layer.
+    """Products with 8-bit matrices in Triton: stage F's `LayerProducts`, and a `Product` for any layer.
 
     Args:
         device: of the arrival counters, which all layers share.
-        max_tokens: tokens up to which a layer uses the skinny GEMMs.
+        max_tokens: use the skinny GEMMs for up to this many tokens.
         pdl: launch by PDL, where the GPU can.
     """
 
@@ -53,7 +53,7 @@ class QuantizedProducts:
         if bias is not None:
             return residual.add_(products.product(x, weight, bias, pdl=self._pdl))
         total = products.product_add(x, weight, residual, None, self._arrival_counters, pdl=self._pdl)
-        assert isinstance(total, Tensor)  # a stream is for the norm of a `gain`
+        assert isinstance(total, Tensor)  # without a `gain` it is not a stream
         return total
 
     def begin(self, x: Tensor, norm: RMSNorm) -> products.Stream:
@@ -70,7 +70,7 @@ class QuantizedProducts:
     def add(self, x: Tensor, linear: Any, residual: Tensor, gain: Tensor | None) -> Any:
         if isinstance(linear, QuantizedLinear):
             return products.product_add(x, linear.weight, residual, gain, self._arrival_counters, pdl=self._pdl)
-        total = linear(x, residual)  # of a shard: an all-reduce comes before the sum
+        total = linear(x, residual)  # on a shard, an all-reduce comes before the sum
         return total if gain is None else products.scale_rows(total, gain, self._pdl)
 
 

@@ -1,10 +1,10 @@
-"""The pool with keys and values in 8 bits.
+"""The KV pool in 8 bits.
 
-A scale belongs to one head of one token (of one layer, of K or of V). A block fills token by token, and a block that is
-full may be shared by any number of sequences: with one scale for a whole block, a token that is larger than those
-before it would make all of them be read, rescaled, rounded a second time and written again, while other programs write
-to the same block. With a scale per token, a slot is written once and never again, so prefix caching, preemption and
-chunked prefill need not know about the format. It costs 4 bytes for the 64 or 128 of a head.
+A scale belongs to one head of one token (of one layer, of K or of V). A block fills token by token, and any number of
+sequences may share a full block. With one scale for a whole block, a token with larger numbers than the earlier ones
+would force all of them to be read, rescaled, rounded a second time and written again, while other programs write to the
+same block. With a scale per token, a slot is written once and never again, so prefix caching, preemption and chunked
+prefill need not know about the format. A scale costs 4 bytes next to the 64 or 128 bytes of a head.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from stage_d_paged.kv_cache import KVCache
 
 
 class QuantizedKVCache:
-    """Stage D's pool in an 8-bit format, with scales beside it.
+    """Stage D's pool in an 8-bit format, with scales.
 
     Args:
-        pool: of int8 or float8_e4m3fn.
+        pool: has dtype int8 or float8_e4m3fn.
 
     Attributes:
         tensor: the pool's: `[2, layers, blocks, block_size, kv_heads, head_dim]`.
-        scales: float32 `[2, layers, blocks, kv_heads, block_size]`: those that a tile of keys needs are adjacent.
+        scales: float32 `[2, layers, blocks, kv_heads, block_size]`, so that the scales of a tile of keys are adjacent.
         layers: each layer's (keys, values), `Quantized`.
     """
 
@@ -44,7 +44,7 @@ class QuantizedKVCache:
 
 @dataclass(frozen=True)
 class QuantizedPool:
-    """Makes pools in the format `stored`, whatever the dtype of the model: `Formats.pool`."""
+    """Makes pools in the format `stored`, for any model dtype: `Formats.pool`."""
 
     stored: torch.dtype
 

@@ -1,9 +1,9 @@
-"""Matrices in 8 bits, in the places that stage D's model has for matrices.
+"""8-bit versions of the linears and the LM head of stage D's model.
 
-The model asks for its linears and its LM head by functions that it is handed (`Formats`). These ones make them in 8
-bits. A matrix is quantised while it is loaded, one at a time, straight from the checkpoint's values: the model in 16
-bits never exists in memory. On a CPU the product dequantises the matrix first (`dequantized_product`): correct,
-smaller, and slower than no quantisation at all. On a GPU Triton's product reads 8 bits (`fused_layers.py`).
+The model makes its linears and its LM head with the functions in `Formats`. The functions here make them in 8 bits.
+Each matrix is quantised while it is loaded, straight from the checkpoint's values, so the 16-bit model never exists in
+memory. On a CPU the product dequantises the matrix first (`dequantized_product`): correct, smaller, and slower than no
+quantisation at all. On a GPU Triton's product reads 8 bits (`fused_layers.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class QuantizedMatrix(nn.Module):
         return Quantized(self.values, self.scales)
 
     def load_rows(self, rows: slice, weights: WeightLoader, name: str) -> None:
-        """Read a matrix of the checkpoint into some of the rows; quantise it, unless it is stored in 8 bits there."""
+        """Read a matrix of the checkpoint into some of the rows; quantise it unless it is stored in 8 bits."""
         values, scales = self.values[rows], self.scales[rows]
         weight = weights.read(name, tuple(values.shape)).to(values.device)
         if weights.has(f"{name}_scale"):
@@ -76,7 +76,7 @@ class QuantizedMatrix(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """What stage D's `Linear` computes, with the matrix in 8 bits. Arguments but `scheme` as there."""
+    """Stage D's `Linear` with the matrix in 8 bits. Arguments except `scheme` as in `Linear`."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """Stage D's `Embedding` in 8 bits, its rows token ids: the LM head, and with tied embeddings the table too."""
+    """Stage D's `Embedding` in 8 bits: the LM head, and with tied embeddings also the table."""
 
     def __init__(
         self, scheme: Scheme, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device

@@ -12,12 +12,12 @@ GROUP_SIZE = 128  # input features that share a scale, with quantization_group_s
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationOptions:
-    """What is stored in 8 bits.
+    """The options of quantisation.
 
     Attributes:
         quantization: the format of the layers' matrices: None (as loaded), `int8` or `fp8` (e4m3).
         quantization_group_size: None: a scale per output feature; 128: a scale per output feature and 128 inputs.
-        quantize_lm_head: the LM head too, and with tied embeddings the table that it is.
+        quantize_lm_head: quantise the LM head too, and with tied embeddings the embedding table.
         kv_cache_dtype: the format of stored keys and values: `auto` (the model's dtype), `int8` or `fp8`.
     """
 

@@ -1,4 +1,4 @@
-"""The parts that hold and read 8 bits, from the options: what stage D's `load_runtime` is handed."""
+"""Choose the parts that hold and read 8 bits, for stage D's `load_runtime`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FP8_CAPABILITY = (8, 9)  # e4m3 is converted in hardware: Ada, Hopper and later
 
 
 def make_formats(options: Options, device: torch.device) -> Formats:
-    """Choose what makes the matrices and the pool.
+    """Choose the functions that make the matrices and the pool.
 
     Raises:
-        ValueError: this GPU has no e4m3.
+        ValueError: this GPU does not support e4m3.
     """
     _check_fp8(options, device)
     formats = MODEL_DTYPE
@@ -57,7 +57,7 @@ def load_quantized_runtime(
 
 
 def choose_layers(model: DecoderModel, options: Options, device: torch.device) -> str:
-    """Do what stage F's function of this name does, for any format; return a line that says what is used."""
+    """As stage F's `choose_layers`, for any format; return a line about the layers in use."""
     return "; ".join([_choose_layers(model, options, device), *_notes(options)])
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels of `products.py`: matrix products that read 8-bit weights and multiply in the model's dtype.
 
-The inner loop is `dequantized_product`. Everything around it (norm split in two, pairs, split-K, dependent launch) is
-stage F's `skinny_gemm.py`, which says why.
+The inner loop is `dequantized_product`. Everything around it (norm split in two, pairs, split-K, dependent launch)
+works as in stage F's `skinny_gemm.py`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def dequantized_product(
     """Multiply 8-bit weight rows by tokens over the columns first … first + steps * BLOCK_K - 1.
 
     A tile of weights is read in 8 bits and converted in registers: int8 and e4m3 are exact in bfloat16 and float16.
-    With a scale per row, the finished sums are multiplied once. With a scale per row and GROUP columns (BLOCK_K is
-    GROUP), each tile's product is.
+    With a scale per row, the finished sums are scaled once. With a scale per row and GROUP columns (BLOCK_K is GROUP),
+    each tile's product is scaled.
 
     Returns `acc`, float32 zeros `[rows, tokens]`, filled.
     """
-    if GROUP == 0:  # issued here: behind the loop, the program would wait for it
+    if GROUP == 0:  # loaded before the loop: after it, the program would wait for the load
         scale = tl.load(scales + row, mask=row_inside, other=0.0)
     for step in range(steps):
         start = first + step * BLOCK_K
@@ -82,7 +82,7 @@ def sliced_product(
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`dequantized_product` with a part of the columns for each of SLICES warps, whose sums are added up at the end.
+    """As `dequantized_product`, with a part of the columns for each of SLICES warps; adds their sums up at the end.
 
     No two warps convert the same weight, however few rows a program has, and many warps work on few rows. With a scale
     per group, a slice of a tile is GROUP columns wide.
@@ -138,7 +138,7 @@ def _product(
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Either of the two; returns float32 `[rows, tokens]`."""
+    """Call one of the two products; returns float32 `[rows, tokens]`."""
     if SLICES > 1:
         return sliced_product(
             x,
@@ -204,7 +204,7 @@ def product_kernel(
     PRECISION: tl.constexpr,
 ):
     """Multiply by BLOCK_N weight rows; then the second half of the norm before the product, and the bias."""
-    # Neighbouring programs share weights: those are larger than the L2 cache, the tokens are not.
+    # Neighbouring programs share weights, which are larger than the L2 cache; the tokens are not.
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -340,7 +340,7 @@ def product_add_kernel(
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; begin the norm."""
+    """Multiply by BLOCK_N weight rows, some columns per split; add the residual; begin the norm."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -386,7 +386,7 @@ def product_add_kernel(
             for part in tl.static_range(SPLITS):
                 acc += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
     if last:
-        total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm is of what is stored
+        total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm uses the stored values
         tl.store(target, total, mask=inside)
         if HAS_GAIN:
             total = total.to(tl.float32)

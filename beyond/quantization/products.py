@@ -4,10 +4,10 @@
     more tokens   product with larger tiles
     many tokens   dequantise the matrix into scratch memory, then the library's product
 
-A decode step's large products cost what reading the weights costs, so half the bytes are nearly half the time. Small
-ones are bound by latency: they have too few programs to keep the memory busy. With many tokens the arithmetic is the
-cost, which stays the same: the weights are multiplied in the model's dtype. There the library's product is the fastest,
-and writing the matrix once more is a small part of it.
+A decode step's large products take as long as reading the weights, so half the bytes take nearly half the time. Small
+products are bound by latency: they have too few programs to keep the memory busy. With many tokens the arithmetic
+dominates, and it stays the same, because the weights are multiplied in the model's dtype. There the library's product
+is the fastest, and dequantising the matrix first is a small part of the time.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -39,10 +39,10 @@ PRODUCT_MAX_TOKENS = 128  # above, dequantise and let the library multiply
 
 
 class Stream(NamedTuple):
-    """The residual stream and the first half of the norm that reads it next.
+    """The residual stream and the first half of its next norm.
 
-    Stage F moves the norm's weight into the columns of the matrix behind it. Here they are in 8 bits already when they
-    are read from a checkpoint, with a scale per row, so the weight multiplies what the matrix multiplies.
+    Stage F moves the norm's weight into the columns of the next matrix. Matrices from an 8-bit checkpoint are already
+    quantised with a scale per row, so here the weight multiplies the matrix's input instead.
     """
 
     x: Tensor  # [tokens, hidden]
@@ -87,7 +87,7 @@ def normed_product(
     tiles: Tiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """Compute the product of the normalised rows, from the first half of their norm."""
+    """Compute the product of the normalised rows, given the first half of their norm."""
     return _product(stream.scaled, stream.squares, eps, weight, bias, tiles, pdl)
 
 
@@ -165,8 +165,8 @@ def product_add(
 ) -> Stream | Tensor:
     """Compute `residual + x Wᵀ`, written over `residual`, and the first half of its norm.
 
-    Args and errors are those of stage F's `product_add`; `weight` is `Quantized`, and `gain` the weight
-    `[out_features]` of the norm that reads the sum next, or None. Where there is a `gain`, the sum is a `Stream`.
+    Arguments and errors as of stage F's `product_add`; `weight` is `Quantized`, and `gain` the weight `[out_features]`
+    of the sum's next norm, or None. With a `gain`, the result is a `Stream`.
     """
     tokens = x.shape[0]
     rows, columns = weight.values.shape
@@ -218,12 +218,12 @@ def dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def _group(weight: Quantized) -> int:
-    """Columns that share a scale; 0 means all of a row."""
+    """Return the number of columns that share a scale; 0 means the whole row."""
     return GROUP_SIZE if weight.scales.shape[1] > 1 else 0
 
 
 def _settings(tiles: Tiles, x: Tensor, pdl: bool) -> dict[str, Any]:
-    """Launch settings of all kernels."""
+    """Return the launch settings of all kernels."""
     return {
         "BLOCK_N": tiles.rows,
         "BLOCK_K": tiles.columns,

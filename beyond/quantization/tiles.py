@@ -1,4 +1,4 @@
-"""How matrix products with 8-bit weights are cut into programs."""
+"""Choose how matrix products with 8-bit weights are divided into programs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LARGE_COLUMNS = 3584  # from here on, tiles for more than 8 tokens were measure
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut into programs.
+    """The division of a product into programs.
 
     Attributes:
-        rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
-        columns: of a tile; with a scale per group, those of a group for each slice.
-        warps, stages: of a program; stages are tiles whose loads are in flight together.
-        splits: split-K, parts that the weight's columns are cut into, where a product can (`product_add`).
-        slices: 1, or the number of warps: each has its own part of a tile's columns.
+        rows: weight rows in a program's tile; pairs of rows if the kernel works on pairs.
+        columns: of a tile; with a scale per group, a group's columns per slice.
+        warps, stages: of a program; stages are the tiles with loads in flight.
+        splits: split-K, the number of parts that the weight's columns are cut into (only `product_add`).
+        slices: 1, or the number of warps, if each warp takes a part of a tile's columns.
     """
 
     rows: int
@@ -45,16 +45,17 @@ def choose_tiles(
     height: int = 1,
     splits: bool = False,
 ) -> Tiles:
-    """Choose how to cut a product of `rows` × `height` weight rows (2 where they come in pairs).
+    """Choose how to divide a product of `rows` × `height` weight rows (`height` is 2 for pairs).
 
-    Converting a weight takes two instructions, and every warp that multiplies it converts it for itself. With 4 warps
-    on a tile of 16 rows, all four convert all of it: the compiled loop has 11.8 instructions per weight, and issuing
-    them takes longer than the memory does. With 2 warps on 64 rows no two share a weight: 3.0. (From 33 tokens on a
-    program takes four warps, Hopper's warp group.) The rest is filling the chip: lower tiles, or split-K where the
-    kernel can (`splits`), until every multiprocessor has a program, and as many loads in flight as fit.
+    Converting a weight takes two instructions, and every warp that multiplies a weight converts it. With 4 warps on a
+    tile of 16 rows, all four convert the whole tile: the compiled loop has 11.8 instructions per weight, and issuing
+    them takes longer than the memory does. With 2 warps on 64 rows no weight is shared: 3.0 instructions. (From 33
+    tokens on a program takes four warps, Hopper's warp group.) Beyond that, the goal is to fill the chip: lower tiles,
+    or split-K if the kernel supports it (`splits`), until every multiprocessor has a program, and as many loads in
+    flight as fit.
 
-    A warp that has a quarter of a multiprocessor for itself leaves most cycles unused: its next instruction waits for
-    the last one. So with few tokens it takes many warps to keep up with the memory, each with a part of the columns
+    A single warp on a quarter of a multiprocessor leaves most cycles unused, because each instruction waits for the one
+    before. So with few tokens many warps are needed to keep up with the memory, each with a part of the columns
     (`slices`, or one warp per split).
     """
     sm_count, shared_bytes = _chip(device)
@@ -69,7 +70,7 @@ def choose_tiles(
     programs = ceil_div(rows * height, tall) * token_blocks
     if programs < sm_count and (block_m > 64 or not splits or 4 * programs < sm_count):
         tall, width = tall // 2, width if block_m > 16 or splits else 2 * width  # more tokens were faster without
-        warps = 1 if block_m == 32 else warps  # two would split the tokens, and both convert all weights
+        warps = 1 if block_m == 32 else warps  # two warps would split the tokens, and both would convert all weights
         programs = ceil_div(rows * height, tall) * token_blocks
     width = group or width
     parts = 1
@@ -84,10 +85,10 @@ def choose_tiles(
 
 
 def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: bool, sm_count: int) -> Tiles | None:
-    """Return the fastest tiles for a matrix with enough rows and even columns, if they were looked for.
+    """Return the fastest tiles for a matrix with enough rows and even columns, if they were measured.
 
-    Measured on an H200. Up to 8 tokens, in a chain of layers of Qwen2.5-7B: what is fastest alone need not be behind
-    another product, whose last programs still run. More tokens: its products alone.
+    Measured on an H200. Up to 8 tokens: in a chain of layers of Qwen2.5-7B, because the fastest tiles of a single
+    product need not be the fastest after another product whose last programs still run. More tokens: single products.
     """
     if columns % 512 or rows * height < 16 * sm_count:
         return None
@@ -115,13 +116,13 @@ def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: 
 
 
 def token_block(tokens: int) -> int:
-    """Tokens of a program's tile."""
+    """Return the tokens of a program's tile."""
     return max(8, min(128, int(triton.next_power_of_2(tokens))))
 
 
 @cache
 def _chip(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and the bytes of shared memory of one."""
+    """Return the number of multiprocessors, and the bytes of shared memory of one."""
     if device.type != "cuda":  # Triton's interpreter
         return 1, 0  # no limit
     properties = torch.cuda.get_device_properties(device)

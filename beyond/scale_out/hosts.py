@@ -1,7 +1,7 @@
-"""Ranks on several machines: torchrun starts the processes; here they find rank 0, and notice when a host disappears.
+"""Ranks on several machines, started by torchrun: connect to rank 0, and detect a host that disappears.
 
-torchrun's store can be read by every process on the network that reaches it. So rank 0 puts the address and the key of
-a listener of its own there, and sends its commands over these connections: nothing that is received is unpickled.
+Every process on the network that reaches torchrun's store can read it. So rank 0 opens a separate listener, puts its
+address and key into the store, and sends its commands over these connections. Received data is never unpickled.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from stage_f_graph_tp.tensor_parallel import Build, Rendezvous, WorkerError, Wor
 from stage_f_graph_tp.tensor_parallel.watch.rendezvous import START_SECONDS
 from stage_f_graph_tp.tensor_parallel.watch.worker_loop import execute_commands
 
-HOST_SECONDS = 5  # without a sign of life from another host, until it counts as gone
+HOST_SECONDS = 5  # without a reply from another host until it counts as lost
 
 
 @dataclass(frozen=True)
 class HostsRendezvous(Rendezvous):
-    """The store of ranks that torchrun started, and this process's place among them."""
+    """The store of the ranks that torchrun started, and this process's rank."""
 
     has_hosts: ClassVar[bool] = True
 
     @property
     def own_address(self) -> str:
-        """The address at which the other ranks reach this one: of the interface that leads to rank 0's host."""
+        """The address at which other ranks reach this one: that of the interface with the route to rank 0's host."""
         master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         family, kind, *_, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -45,11 +45,11 @@ class HostsRendezvous(Rendezvous):
             return probe.getsockname()[0]
 
     def device(self, device: torch.device) -> torch.device:
-        """Return this rank's device: with GPUs, the one of its number on this machine."""
+        """Return this rank's device: the GPU with its local rank, or the CPU."""
         return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
 
     def of_attempt(self, name: str) -> HostsRendezvous:
-        """Give the same ranks keys of their own: torchrun's store still has those of ranks that failed before."""
+        """Prefix the ranks' keys with a name: torchrun's store still has keys of an earlier, failed attempt."""
         return replace(self, store=dist.PrefixStore(name, self.store))
 
 
@@ -67,7 +67,7 @@ def join_ranks(size: int, asked: str, build: Build) -> tuple[Rendezvous, Workers
     if world_size != size:
         raise ValueError(f"{asked}, but torchrun started {world_size} processes")
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # The store is torchrun's own, but with some of its rendezvous backends it only reserves the port for rank 0.
+    # The store usually belongs to torchrun, but some of its rendezvous backends only reserve the port for rank 0.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=START_SECONDS)  # rank 0's host may have to download the model first
     store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timeout)
@@ -85,7 +85,7 @@ def accept_workers(rendezvous: HostsRendezvous) -> tuple[HostsRendezvous, dict[i
     Connections without the key, which rank 0 puts into the store, are refused.
 
     Returns:
-        the rendezvous of these processes alone, and the connections, by rank.
+        the rendezvous of exactly these processes, and the connections, by rank.
 
     Raises:
         WorkerError: some did not connect within the time limit.
@@ -113,10 +113,10 @@ def accept_workers(rendezvous: HostsRendezvous) -> tuple[HostsRendezvous, dict[i
 
 
 def connect_to_rank_0(rendezvous: HostsRendezvous) -> tuple[HostsRendezvous, Connection]:
-    """Connect to rank 0. The store may still have the address of one that failed.
+    """Connect to rank 0. The store may still have the address of a failed rank 0.
 
     Returns:
-        the rendezvous of the processes that are connected, and the connection.
+        the rendezvous of the connected processes, and the connection.
     """
     deadline = time.monotonic() + START_SECONDS
     while True:
@@ -133,11 +133,11 @@ def connect_to_rank_0(rendezvous: HostsRendezvous) -> tuple[HostsRendezvous, Con
 
 
 def watched(connection: Any) -> Connection:
-    """Make a TCP connection break within seconds of the other host's disappearance, and send messages at once.
+    """Make a TCP connection break within seconds if the other host disappears, and send small messages at once.
 
-    A host that loses its power or its network closes nothing. So the kernel asks an idle connection's other end every
-    second for a sign of life, and gives up when none comes. (Nagle's algorithm would hold a small message back until
-    the one before is acknowledged.)
+    A host that loses power or network does not close its connections. So the kernel probes the other end of an idle
+    connection every second, and gives up without a reply. (Nagle's algorithm would hold a small message back until the
+    one before is acknowledged.)
     """
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -146,7 +146,7 @@ def watched(connection: Any) -> Connection:
             (socket.TCP_KEEPIDLE, 1),
             (socket.TCP_KEEPINTVL, 1),
             (socket.TCP_KEEPCNT, HOST_SECONDS),
-            (socket.TCP_USER_TIMEOUT, 1000 * HOST_SECONDS),  # where something was sent and not acknowledged
+            (socket.TCP_USER_TIMEOUT, 1000 * HOST_SECONDS),  # if sent data is not acknowledged
         ):
             same.setsockopt(socket.IPPROTO_TCP, option, value)
     return connection

@@ -1,13 +1,13 @@
-"""The links between the stages: a ring of point-to-point connections, NCCL's between GPUs, gloo's between processes.
+"""The links between stages: a ring of point-to-point connections, by NCCL between GPUs, by gloo between processes.
 
-Every link is a group of its own, of two ranks. NCCL runs the operations of one group in the order of their calls; with
-one group for both directions between two stages, a send that waits for its receiver would hold up the receive behind
-it, and both stages would wait for each other.
+Every link is a separate group of two ranks. NCCL runs the operations of one group in the order of their calls. With one
+group for both directions, a send that waits for its receiver would block the receive after it, and two stages could
+wait for each other.
 
-What is sent in a step is known to both sides from the step's command: `[tokens, hidden]` to the next stage, and from
-the last one back to stage 0 `[samples, hidden]`, the rows that need the LM head. No sizes travel. Between CPU
-processes the number of the command travels ahead, so that no stage takes another step's states for its own. Between
-GPUs it would cost a message, and a wait for it.
+Both sides know the size of a message from the step's command: `[tokens, hidden]` to the next stage, and from the last
+stage back to stage 0 `[samples, hidden]`, the rows that need the LM head. So no sizes are sent. Between CPU processes
+the command's number is sent first, so that no stage uses the states of another step. Between GPUs that would cost a
+message and a wait.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Link(RankGroup):
 
     Args:
         rendezvous, device, workers: as in `RankGroup`; the sender is rank 0 of the two.
-        max_unsent: tensors that may wait for their receiver. More would take memory without end.
+        max_unsent: tensors that may wait for their receiver, which limits the memory.
     """
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device, workers: Workers | None, max_unsent: int) -> None:
-        super().__init__(rendezvous, device, workers, uses_one_shot=False)  # a link adds nothing up
+        super().__init__(rendezvous, device, workers, uses_one_shot=False)  # a link has no sums
         self.max_unsent = max_unsent
         self.num_bytes = 0  # sent so far
         self._unsent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor, number: int) -> None:
-        """Send a tensor. It must not be written to afterwards. Returns before it has arrived.
+        """Send a tensor, which must not be overwritten afterwards. Returns before the tensor has arrived.
 
         Args:
             number: of the command that it belongs to.
@@ -53,18 +53,18 @@ class Link(RankGroup):
             self._wait(self._unsent.popleft()[0])
 
     def _start_sending(self, x: Tensor, number: int) -> dist.Work:
-        """Start to send a contiguous tensor of command `number`, and return at once."""
+        """Start sending a contiguous tensor of command `number`, and return at once."""
         if self.device.type == "cuda":
             return self._start("send", [x], RECEIVER, 0)
-        # Not gloo's `send`: whether that has ended cannot be asked.
+        # Not gloo's `send`, which cannot be polled.
         self._start("broadcast", torch.tensor([number]), SENDER)
         return self._start("broadcast", x, SENDER)
 
     def receive(self, out: Tensor, number: int) -> Tensor:
-        """Receive the next tensor that was sent, written over `out`.
+        """Receive the next tensor into `out`.
 
         Raises:
-            RuntimeError: on a CPU, it belongs to another command than `number`.
+            RuntimeError: on a CPU, the tensor belongs to another command than `number`.
         """
         if self.device.type == "cuda":
             self._run("recv", [out], SENDER, 0)
@@ -77,12 +77,12 @@ class Link(RankGroup):
 
     def connect(self) -> None:
         """Connect to the other rank, which calls it too."""
-        # PyTorch's warning that messages wait for the group's other operations: here there are none.
+        # Silences PyTorch's warning that messages wait for the group's other operations: here there are none.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         super().connect()
 
     def _connect_nccl(self) -> None:
-        """Send something: NCCL connects two ranks at the first message between them."""
+        """Send a first message: NCCL connects two ranks at the first message between them."""
         torch.cuda.set_device(self.device)  # of this thread
         assert self._group is not None
         self._group.eager_connect_single_device(self.device)  # else the first message would make another group
@@ -93,7 +93,7 @@ class Link(RankGroup):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is: its stage, and its number within the stage. A stage's ranks have consecutive numbers."""
+    """A rank's stage, and its number within the stage. A stage's ranks have consecutive numbers."""
 
     rank: int
     num_stages: int
@@ -117,10 +117,10 @@ class StageLinks:
         position: this rank's.
         rendezvous: of all ranks.
         device: this rank's.
-        states: `[rows, hidden]`, where hidden states are written that arrive: recorded steps read them there.
+        states: `[rows, hidden]`, receives arriving hidden states; recorded steps read them there.
         workers: rank 0's handle on the others; None on the others.
         max_unsent: see `Link`.
-        spans: notes this rank's busy times, if anybody wants them.
+        spans: records this rank's busy times, if given.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class StageLinks:
             return Link(part, device, workers, max_unsent)
 
         self._out, self._in = link(self.stage, SENDER), link(before, RECEIVER)
-        # In the order of the links: if all ranks made the link to the next stage first, they would wait in a circle.
+        # In the order of the links: if all ranks made the link to the next stage first, they would deadlock.
         self.links = sorted((self._out, self._in), key=lambda own: before if own is self._in else self.stage)
 
     def connect(self) -> None:
@@ -157,7 +157,7 @@ class StageLinks:
         self._out.send(x, number)
 
     def receive(self, rows: int, number: int) -> Tensor:
-        """Receive the stage before's states of command `number`, `[rows, hidden]`, valid until the next arrive."""
+        """Receive the previous stage's states of command `number`, `[rows, hidden]`, valid until the next arrive."""
         x = self._in.receive(self.states[:rows], number)
         if self.spans is not None:
             self.spans.begin()

@@ -3,7 +3,8 @@
 A model that is too large for one GPU can be cut between its layers. Stage 0 runs the first half and sends the hidden
 states to stage 1, which runs the rest and chooses the next tokens. Stage 0 needs these for its next step: with one
 batch in flight, a stage is idle in every second slot of time, which is the *bubble*. With two, stage 0 runs one batch
-while stage 1 runs the other. This program draws the slots and counts the idle ones; the answers are stage D's loop's.
+while stage 1 runs the other. This program draws the slots and counts the idle ones; the answers equal those of stage
+D's loop.
 """
 
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from stage_a_naive.loop import encode
 from stage_d_paged import loop as whole
 from stage_d_paged.loop import LONGEST, PagedAttention, Pool, Sequence, Step, load, take_blocks
 
-ONE_IN_FLIGHT, TWO_IN_FLIGHT = 1, 2  # batches between being started and having their next tokens
+ONE_IN_FLIGHT, TWO_IN_FLIGHT = 1, 2  # batches that were started and do not have their next tokens yet
 
 
 def cut(pool: Pool) -> tuple:  # into two stages, each a model with half of the layers, and their keys and values
@@ -27,7 +28,7 @@ def cut(pool: Pool) -> tuple:  # into two stages, each a model with half of the 
 
 
 def run_first(stage: tuple, batch: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, Step]:
-    """Run the tokens that have not run yet through the first layers; returns what stage 1 has to know."""
+    """Run the new tokens through the first layers; returns the message to stage 1."""
     chunks = [(sequence, range(sequence.num_computed, len(sequence.ids))) for sequence in batch]
     tokens = [(sequence, position) for sequence, span in chunks for position in span]
     ids, positions = torch.tensor([(s.ids[p], p) for s, p in tokens]).t()
@@ -45,7 +46,7 @@ def run_last(stage: tuple, states: torch.Tensor, positions: torch.Tensor, step: 
 
 @torch.inference_mode()
 def generate(most_in_flight: int, pool: Pool, prompts: list[list[int]], eos_id: int) -> tuple[list, list]:
-    """Answer all prompts in two batches; returns the answers, and what each stage runs in every slot of time."""
+    """Answer all prompts in two batches; returns the answers, and what each stage ran in every slot of time."""
     (first, last), sequences = cut(pool), [Sequence(list(prompt)) for prompt in prompts]
     for sequence in sequences:
         take_blocks(pool, sequence, LONGEST)

@@ -10,13 +10,13 @@ from stage_a_naive.contract.params import as_integer, check_field
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOutOptions:
-    """How the layers are spread over stages.
+    """The options for pipeline stages.
 
-    With several stages, `trace` also writes `TRACE.stage0` … with the times in which each one is busy.
+    With several stages, `trace` also writes `TRACE.stage0` … with the busy times of each stage.
 
     Attributes:
         pipeline_parallel_size: stages; each holds consecutive layers, on `tensor_parallel_size` ranks.
-        num_micro_batches: batches in flight; None takes as many as there are stages.
+        num_micro_batches: batches in flight; None means one per stage.
     """
 
     pipeline_parallel_size: int = 1

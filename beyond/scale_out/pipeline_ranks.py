@@ -1,6 +1,6 @@
-"""How each rank of a pipeline builds its part of the engine.
+"""Build one rank's part of a pipeline.
 
-A rank belongs to a stage (`Position`) and shares the stage's layers with the others of it by tensor parallelism:
+A rank belongs to a stage (`Position`) and shares the stage's layers with its other ranks by tensor parallelism:
 
     pipeline_parallel_size=2, tensor_parallel_size=2     stage 0: ranks 0 and 1     stage 1: ranks 2 and 3
 """
@@ -39,7 +39,7 @@ class StageRank(Rank):
     head: StageHead
 
     def execute_command(self, message: bytes) -> None:
-        """Execute what rank 0 sent: a step, or the sampling of the oldest one."""
+        """Execute rank 0's command: a step, or the sampling of the oldest step."""
         if message != SAMPLE:
             super().execute_command(message)
             return
@@ -48,7 +48,7 @@ class StageRank(Rank):
             self.head.sample_here()
 
     def choose_run(self, shape: StepShape) -> tuple[Run, StepShape]:
-        """Choose what runs a step: on later stages, after the states of the stage before have been received."""
+        """Choose the forward of a step; later stages first receive the states of the previous stage."""
         run, shape = super().choose_run(shape)
         return (run if self.head.links.stage == 0 else partial(self._receive_and_run, run)), shape
 
@@ -60,10 +60,10 @@ class StageRank(Rank):
 def build_stage_rank(
     job: Job, options: Options, rendezvous: Rendezvous, workers: Workers | None, batch: MakeBatch
 ) -> StageRank:
-    """Build one rank's part of a pipeline. All stages' pools have the number of blocks that every rank has room for.
+    """Build one rank's part of a pipeline. All stages' pools have as many blocks as fit on every rank.
 
     Args:
-        job: what every rank builds; it loads this one's layers, and makes the sampler.
+        job: loads this stage's layers, and makes the sampler.
         options: the job's.
         rendezvous, workers, batch: as of `Job.build`.
     """
@@ -73,16 +73,16 @@ def build_stage_rank(
     group = RankGroup(part, device, workers, options.uses("one_shot_all_reduce"), options.uses("pdl"))
     runtime = job.load(options, device, partial(build_stage, group=group, position=position))
     runtime = replace(runtime, notes=(*runtime.notes, f"pipeline: {position.num_stages} stages"))
-    rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that arrive
+    rows = options.max_num_batched_tokens if position.stage else options.max_num_seqs  # the most that can arrive
     states = torch.zeros(rows, runtime.config.hidden_size, dtype=runtime.dtype, device=device)
     traced = options.trace and position.rank_in_stage == 0
     spans = Spans(f"{options.trace}.stage{position.stage}", device) if traced else None
-    # The last stage may have this many steps' states on their way back; with fewer it would wait for stage 0.
+    # The last stage may have the states of this many steps in flight to stage 0; with fewer it would wait for stage 0.
     unsent = options.batches_in_flight + 1
     links = StageLinks(position, rendezvous, device, states, workers, unsent, spans)
     replace_ends(runtime.model, states, links.stage == 0, links.is_last)
     check = (lambda: None) if workers is None else workers.check
-    rendezvous.gather("loaded", "", check)  # a collective may only be entered when every rank will enter it
+    rendezvous.gather("loaded", "", check)  # enter a collective only when every rank will enter it
     if group.size > 1:
         group.connect()
     links.connect()
@@ -111,7 +111,7 @@ def build_stage_rank(
 
 
 def most_decodes(options: Options) -> int:
-    """Return the sequences of a batch's largest decode step."""
+    """Return the number of sequences in a batch's largest decode step."""
     return -(-options.max_num_seqs // options.batches_in_flight)
 
 
@@ -127,7 +127,7 @@ def build_stage(
     group: RankGroup,
     position: Position,
 ) -> DecoderModel:
-    """Build a stage's layers with their weights: whole, or this rank's share of them.
+    """Build a stage's layers with their weights, whole or this rank's share.
 
     Raises:
         ModelError: a weight of this stage is missing, damaged or has another shape.

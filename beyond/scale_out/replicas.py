@@ -5,9 +5,8 @@
 
 Ray Serve starts the replicas, on this machine or on all that have joined with `ray start`, restarts those that die,
 replaces them one by one when the application is deployed again, and has a router that keeps a session on its replica.
-What is ours is small: which requests belong to one session, and when a request may be sent a second time.
-
-An engine's API is called as what it is, an ASGI application: its messages travel over Ray's handle, one by one.
+Our part is small: which requests belong to one session, and when a request may be sent a second time. An engine's API
+    is called directly as an ASGI application: its messages go over Ray's handle, one by one.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from beyond.serving.protocol import Limits, RequestError
 from beyond.serving.reasoning import ChatOptions
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
 
-CPUS = 0.1  # of each process, for Ray's books: more would not fit on a laptop, and with none all go to one machine
-ATTEMPTS = 3  # replicas that a request is sent to before it fails
+CPUS = 0.1  # per process, for Ray's accounting: more would not fit on a laptop, and 0 would put all on one machine
+ATTEMPTS = 3  # replicas to try before a request fails
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -51,9 +50,9 @@ class Engine:
         options: the engine's.
         max_queue, api_key: as in `beyond.serving.server.serve`.
         generation_config: as in `sampling_defaults`.
-        release: all replicas are replaced by those of a new one.
-        model, hosts, request_log: the name under which clients ask, and the server's own names and log, as in `Api`.
-        chat: what to do with chats.
+        release: a new number replaces all replicas.
+        model, hosts, request_log: the model's name for clients, the server's host names and its log, as in `Api`.
+        chat: settings for chats.
     """
 
     async def __init__(
@@ -79,7 +78,7 @@ class Engine:
         self.app = self.api.app()
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Yield the ASGI messages of an answer. Closing the generator tells the API that the client is gone."""
+        """Yield the ASGI messages of an answer. Close the generator to tell the API that the client has gone."""
         messages: asyncio.Queue[Any] = asyncio.Queue()  # None at the end
         unread, gone = [{"type": "http.request", "body": body}], asyncio.Event()
 
@@ -108,20 +107,20 @@ class Engine:
         return self.api.defaults
 
     async def end(self, seconds: float) -> None:
-        """Take no new requests, finish those that are here, and after `seconds` tell what is left that it ends."""
+        """Stop accepting requests, finish the running ones, and end those that remain after `seconds`."""
         await self.llm.drain(seconds)
         await self.llm.close()
 
     async def check_health(self) -> None:
-        """Ray replaces a replica for which this raises: a step has failed, and so has another one that it tried."""
+        """Raise if the engine has failed and a trial step fails too; Ray then replaces the replica."""
         await self.llm.works()
         if (failure := self.llm.engine_loop.failure) is not None:
             raise failure
 
     def _end_with_engine(self) -> None:
-        """End this process, because its engine's has ended. Ray then starts another replica.
+        """End this process, because its engine has ended. Ray then starts another replica.
 
-        Nobody has been told of the engine's end yet, so the router sends what was not answered to another replica.
+        No client has been told yet, so the router sends unanswered requests to another replica.
         """
         print(f"[replicas] {self.llm.engine_loop.failure}; this replica ends", file=sys.stderr, flush=True)
         os._exit(1)
@@ -151,7 +150,7 @@ class Router:
             engine = self.engines.options(method_name="answer", stream=True, session_id=session)
             messages = engine.remote(scope, body)
             try:
-                # Nothing has been sent to the client, so a replica that dies until now loses nothing.
+                # Nothing has been sent to the client yet, so nothing is lost if a replica dies before this point.
                 start, first = await anext(messages), await anext(messages)
                 break
             except BackPressureError:
@@ -166,7 +165,7 @@ class Router:
         return response
 
     async def metrics(self) -> Response:
-        """Return the metrics of all replicas that live, each line with its replica's name."""
+        """Return the metrics of all live replicas, each line with its replica's name."""
         found = await self.engines.broadcast("metrics").results_async(return_exceptions=True)
         texts = dict(each for each in found if not isinstance(each, BaseException))
         return PlainTextResponse(merge_metrics(texts), media_type="text/plain; version=0.0.4")
@@ -183,7 +182,7 @@ class Router:
 
 
 async def _bodies(first: dict[str, Any], messages: Any) -> AsyncIterator[bytes]:
-    """Yield the parts of a response. When the client goes away, the generator is closed, and the replica is told."""
+    """Yield the parts of a response. If the client disconnects, the generator is closed and the replica notified."""
     try:
         yield first.get("body", b"")
         async for message in messages:
@@ -250,8 +249,8 @@ def application(
         replicas: engines.
         gpus: of each replica.
         deadline: seconds for a replica's running answers when it is replaced.
-        has_room: there is room for one replica more while they are replaced. Then a new one has started before an old
-            one ends; else after that.
+        has_room: whether one more replica fits while they are replaced. If so, a new replica starts before an old one
+            ends; otherwise afterwards.
     """
     room = options["max_num_seqs"] + max_queue  # of a replica
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
@@ -259,11 +258,11 @@ def application(
         name="Engine",
         num_replicas=replicas,
         max_ongoing_requests=room,
-        max_queued_requests=replicas * room,  # in the router, for a replica with room; with fewer a burst is refused
+        max_queued_requests=replicas * room,  # waiting in the router; fewer would refuse a burst
         graceful_shutdown_timeout_s=deadline,
-        graceful_shutdown_wait_loop_s=0.2,  # how often a replica that is replaced looks whether it has answered all
+        graceful_shutdown_wait_loop_s=0.2,  # how often a replica that is being replaced checks for running answers
         health_check_period_s=1,
-        max_constructor_retry_count=1,  # an option that is wrong is wrong again
+        max_constructor_retry_count=1,  # a wrong option stays wrong
         max_surge_percent=1 if has_room else 0,  # rounded up to a replica
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         ray_actor_options={"num_cpus": CPUS, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": path}}},

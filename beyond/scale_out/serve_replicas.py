@@ -1,6 +1,6 @@
 """`python -m beyond.scale_out.serve_replicas`: serve several engines over HTTP, from the command line.
 
-All options but `--replicas` are those of `python -m beyond.serving`. SIGUSR1 replaces the replicas one by one, while
+It takes the options of `python -m beyond.serving`, and `--replicas`. SIGUSR1 replaces the replicas one by one, while
 the others serve; if a new one does not start, the old ones stay. Ctrl-C or SIGTERM ends them all as it ends a single
 server: running answers are finished, for `--deadline` seconds, and a second signal does not wait. It joins the cluster
 that `ray start` has made on this machine, or makes one.
@@ -22,7 +22,7 @@ from beyond.serving.address import listen
 from stage_a_naive.contract.errors import one_line
 from stage_a_naive.entrypoints.interrupts import run_command
 
-DEFAULTS_SECONDS = 60  # for the router's answer, which it has at once unless a machine is very busy
+DEFAULTS_SECONDS = 60  # for the router's answer, which comes at once unless the machine is very busy
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None) -> int:
-    """As `main`, but errors of what was asked are raised."""
+    """As `main`, but raise errors in the arguments."""
     own = argparse.ArgumentParser(prog="python -m beyond.scale_out.serve_replicas", add_help=False)
     own.add_argument("--replicas", type=int, default=2, metavar="N", help="engines (default: %(default)s)")
     options, engine_options = parse(argv, own)
@@ -53,7 +53,7 @@ def run(argv: list[str] | None) -> int:
             raise ValueError(f"--{name.replace('_', '-')} is for a single server: Ray listens here; leave it out")
     if engine_options.get("trace"):
         raise ValueError("--trace is one file, and each replica would write over it: trace a single server")
-    with listen(options.host, options.port) as free:  # Ray would find out late that it cannot
+    with listen(options.host, options.port) as free:  # Ray would detect a used port late
         port = free.getsockname()[1]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -70,15 +70,15 @@ def run(argv: list[str] | None) -> int:
     try:
         return serve_releases(options, engine_options, port)
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray may take half a minute, and Ctrl-C need not
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # at once: Ray may take half a minute to start
         serve.shutdown()
 
 
 def serve_releases(options: argparse.Namespace, engine_options: dict[str, Any], port: int) -> int:
-    """Serve, after every SIGUSR1 with new replicas, until another signal comes; returns the exit code.
+    """Serve until a signal comes, replacing the replicas at every SIGUSR1; returns the exit code.
 
     Raises:
-        KeyboardInterrupt: that signal came while the first replicas started.
+        KeyboardInterrupt: the signal came while the first replicas started.
         ValueError: there are too few GPUs; Ray would wait for more of them.
     """
     import ray
@@ -95,7 +95,7 @@ def serve_releases(options: argparse.Namespace, engine_options: dict[str, Any], 
     if options.replicas * gpus > there:
         raise ValueError(f"--replicas {options.replicas} takes {options.replicas * gpus} GPUs, and there are {there}")
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    starting = False  # replicas: that takes for ever where the machines have no room for them
+    starting = False  # whether replicas are starting, which never ends if the machines have no room
 
     def on_signal(number: int, _: object) -> None:
         if starting and number != signal.SIGUSR1:
@@ -125,7 +125,7 @@ def serve_releases(options: argparse.Namespace, engine_options: dict[str, Any], 
         try:
             try:
                 starting = True
-                serve.run(app)  # from the second time on: a new replica in the place of each old one, one after another
+                serve.run(app)  # from the second call on, this replaces the old replicas one by one
             finally:
                 starting = False
         except RuntimeError:
@@ -162,7 +162,7 @@ def finish(router: DeploymentHandle, seconds: float, signals: queue.SimpleQueue[
 
 
 def reason(status: ServeStatus) -> str:
-    """Why replicas do not start: the last line of what Ray says about them, which is the engine's error."""
+    """Return why replicas do not start: the last line of Ray's message, which is the engine's error."""
     deployments = status.applications["default"].deployments.values()
     lines = [line for deployment in deployments for line in deployment.message.strip().splitlines()[-1:]]
     return lines[0] if lines else "Ray gives no reason"

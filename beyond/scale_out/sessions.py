@@ -1,7 +1,7 @@
-"""Which requests belong to one session: those that a replica answers faster if it has answered the others before.
+"""Sessions: requests that a replica answers faster if it has answered the others before.
 
-A replica has in its prefix cache what it has computed, and nothing of what the others have. The router of `replicas.py`
-therefore sends the requests of one session to one replica.
+A replica's prefix cache has only what this replica has computed. So the router of `replicas.py` sends all requests of
+one session to one replica.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ PREFIX_CHARACTERS = 256  # requests that begin with the same ones go to the same
 def session_of(body: bytes) -> str:
     """Return the name of the session that a request belongs to: a hash of the beginning of its prompt.
 
-    Of a conversation the beginning is all up to and with the first question, so that its next turns go to the same
-    replica. At most `PREFIX_CHARACTERS` count, so that all conversations with one long system prompt are one session.
+    The beginning of a conversation is everything up to and including the first question, so that its next turns go to
+    the same replica. At most `PREFIX_CHARACTERS` count, so all conversations with one long system prompt are one
+    session.
 
     Args:
         body: a request of the API, as JSON: `prompt` (a text, or token ids) or else `messages`.
 
     Returns:
-        Hexadecimal digits, or "" for what is no such request: the API says what is wrong with it, on any replica.
+        Hexadecimal digits, or "" for any other request, whose error any replica can report.
     """
     try:
         fields = json.loads(body)

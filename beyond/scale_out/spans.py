@@ -1,4 +1,4 @@
-"""When a stage computed: a line of JSON for each stretch of work, for counting how long it was idle.
+"""Record when a stage computed, one JSON line per span of work, to measure how long it was idle.
 
     {"step": 12, "work": "layers", "tokens": 32, "start": 3.25, "end": 3.27}
 
@@ -24,25 +24,25 @@ class Spans:
     """Writes the spans of one stage.
 
     Args:
-        path: the file, which is made anew; `OSError` if that cannot be done.
+        path: the file, which is replaced; `OSError` if it cannot be written.
         device: where the stage computes.
     """
 
     def __init__(self, path: str | PathLike[str], device: torch.device) -> None:
         self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open while the engine is)
         self._is_cuda = device.type == "cuda"
-        self._done: deque[tuple[dict[str, Any], Mark, Mark]] = deque()  # on a GPU: launched, and perhaps not over
+        self._done: deque[tuple[dict[str, Any], Mark, Mark]] = deque()  # on a GPU: launched, perhaps not finished
         if self._is_cuda:
             torch.cuda.synchronize(device)
             self._first, self._first_time = self._mark(), time.monotonic()
         self._start = self._mark()
 
     def begin(self) -> None:
-        """Work begins: what it needs has arrived."""
+        """Begin a span: its input has arrived."""
         self._start = self._mark()
 
     def end(self, **what: Any) -> None:
-        """Work ends: what is launched from now on belongs to other work."""
+        """End a span: later launches belong to other work."""
         self._done.append((what, self._start, self._mark()))
         while self._done and (not self._is_cuda or self._done[0][2].query()):
             what, start, end = self._done.popleft()
@@ -61,12 +61,12 @@ class Spans:
 
 
 def read_spans(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Return what a stage wrote, in the order of time."""
+    """Return the spans that a stage wrote, in order of time."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def idle_share(stages: list[list[dict[str, Any]]]) -> float:
-    """Return the share of all stages' time, from the first start to the last end, in which they computed nothing."""
+    """Return the idle share of all stages' time, from the first start to the last end."""
     start = min(span["start"] for spans in stages for span in spans)
     end = max(span["end"] for spans in stages for span in spans)
     busy = sum(span["end"] - span["start"] for spans in stages for span in spans)
@@ -74,7 +74,7 @@ def idle_share(stages: list[list[dict[str, Any]]]) -> float:
 
 
 def idle_in_theory(work: str, batches: int, stages: int) -> float:
-    """Return the idle share that is to be expected of stages which take equally long.
+    """Return the expected idle share of stages that take equally long.
 
     decode: a batch comes back before it runs again, so `batches` of `stages` are busy. prefill: the chunks of a prompt
     follow one another, and the pipeline fills and empties once (GPipe, Huang et al., 2019).

@@ -1,13 +1,12 @@
-"""What follows a stage's layers: their states go to the next stage, and on stage 0 a step is sampled when they return.
+"""The part after a stage's layers: send their states to the next stage; stage 0 samples when the states return.
 
-Rank 0 sends every step's packed input to all ranks, as in stage F, and each runs its part of it in the order in which
-the steps were launched. A step's tokens are sampled when the engine asks for it: only then does stage 0 receive the
-last stage's hidden states. What the sampler needs of the step's input is kept until then, because the buffer on the
-device belongs to the next step already.
+Rank 0 sends every step's packed input to all ranks, as in stage F, and each runs its part in launch order. A step's
+tokens are sampled when the engine asks for it: only then does stage 0 receive the last stage's hidden states. The
+sampler's part of the input is kept until then, because the next step already uses the device buffer.
 
-Each stage records CUDA graphs of its own layers, for decode steps and for steps with prefill, and stage 0 also of the
-LM head and the sampler. Messages are received before a replay and sent after it: what is recorded reads and writes
-fixed addresses, but NCCL's calls stay outside.
+Each stage records CUDA graphs of its layers, for decode steps and for prefill steps, and stage 0 also of the LM head
+and the sampler. Messages are received before a replay and sent after it: graphs read and write fixed addresses, but
+NCCL's calls stay outside.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SAMPLE = b"sample"  # the command to sample the oldest step, for the other ranks
 
 
 class Unsampled(NamedTuple):
-    """A step on its way through the stages, and what its rows need of the sampler."""
+    """A step on its way through the stages, and its input for the sampler."""
 
     number: int  # of its command
     shape: StepShape  # without block tables
@@ -46,7 +45,7 @@ class Unsampled(NamedTuple):
 
 
 class TimedRanks(Ranks):
-    """A stage's ranks; the spans note when their commands begin.
+    """A stage's ranks; the spans record when their commands begin.
 
     Args:
         group, workers: as of `Ranks`.
@@ -63,14 +62,14 @@ class TimedRanks(Ranks):
 
 
 class StageHead:
-    """What follows the layers of a stage.
+    """The part after the layers of a stage.
 
     Args:
         links: to the neighbouring stages.
         ranks: of this stage; they count the commands.
-        buffers: where a step's input is.
+        buffers: have a step's input.
         head: on stage 0, the LM head and the sampler; None elsewhere.
-        head_buffers: of the inputs, without block tables, of steps that return.
+        head_buffers: for the inputs, without block tables, of returning steps.
     """
 
     def __init__(
@@ -96,18 +95,18 @@ class StageHead:
         return [self._graphs.record_steps(record, self._head_buffers, received, self._head, device)]
 
     def sample(self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
-        """Return a step as it is: when its states are back, its tokens are sampled."""
+        """Return the step unchanged: its tokens are sampled when its states are back."""
         return output
 
     def finish(
         self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape, sample_slots: np.ndarray, needs: int
     ) -> Returning:
-        """Hand on what the layers have made. The states of padding rows are sent too, but not back to stage 0."""
+        """Send the layers' states on. States of padding rows are sent to the next stage, but not back to stage 0."""
         hidden, links, count, number = output.hidden, self.links, len(sample_slots), self.ranks.number
         assert hidden is not None
         self._end_span("layers", shape.num_tokens, number)
         if not links.is_last:
-            links.send(hidden.clone(), number)  # the next step writes over it
+            links.send(hidden.clone(), number)  # the next step overwrites it
         elif count:
             links.send(hidden.index_select(0, inputs.sample_tokens[:count]), number)
         if count == 0 or self._head is None:
@@ -117,22 +116,22 @@ class StageHead:
         return Returning(self, number)
 
     def is_oldest(self, number: int) -> bool:
-        """Whether the oldest step that has no tokens yet is that of command `number`."""
+        """Whether command `number` is the oldest step without tokens."""
         return bool(self._unsampled) and self._unsampled[0].number == number
 
     def sample_oldest(self) -> InFlight:
-        """Launch the sampling of the oldest step that has no tokens yet; rank 0 calls it.
+        """Launch the sampling of the oldest step without tokens; rank 0 calls it.
 
         Raises:
             WorkerError: a rank died or failed.
         """
         with self.ranks.in_step(SAMPLE if self.ranks.group.size > 1 else None):
-            return self.sample_here()  # in here: an interrupt must not take a step away
+            return self.sample_here()  # inside the block: an interrupt must not lose a step
 
     def discard(self, last: InFlight) -> None:
-        """Receive what is on its way, so that the stages stay in step, and drop it."""
+        """Receive and drop all states in flight, so that the stages stay in step."""
         for _ in range(len(self._unsampled)):
-            with suppress(Exception):  # what fails here was reported before, or will be at the next step
+            with suppress(Exception):  # its error was reported before, or will be at the next step
                 self.sample_oldest().wait()
 
     @torch.inference_mode()
@@ -169,7 +168,7 @@ class Returning:
     number: int  # of its command
 
     def sample(self) -> InFlight:
-        """Launch the sampling of the tokens of the oldest step. One that an interrupt has sampled already has none."""
+        """Launch the sampling of the oldest step, unless an interrupted call has sampled it already."""
         if self.head is None or not self.head.is_oldest(self.number):
             return NOTHING_SAMPLED
         return self.head.sample_oldest()

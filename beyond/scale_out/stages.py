@@ -1,14 +1,14 @@
-"""Which layers a stage has, and how stage D's model becomes a stage.
+"""Divide the layers among stages, and turn stage D's model into a stage.
 
-A stage is stage D's model with fewer layers. Two of its parts are replaced once its weights are loaded: where a later
-stage would look up embeddings, it reads the hidden states that it has received, and where an earlier one would apply
-the last norm, it returns them as they are. The model's `forward` stays what it is:
+A stage is stage D's model with fewer layers. Two parts are replaced once the weights are loaded: instead of looking up
+embeddings, a later stage reads the hidden states that it has received; instead of applying the last norm, an earlier
+stage returns its states unchanged. The model's `forward` does not change:
 
     x = embed_tokens(ids)      later stages: the hidden states that have arrived
     x = layer(x) …             this stage's layers, with their own blocks of the KV cache
     return norm(x)             all but the last stage: x
 
-Receiving and sending are not in it (`stage_head.py`), so what a stage computes can be a CUDA graph.
+Receiving and sending happen outside (`stage_head.py`), so a stage's computation can be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def check_stages(config: ModelConfig, num_stages: int) -> None:
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """Divide the layers among the stages: consecutive ones for each, in numbers that differ by one at most.
+    """Divide the layers among the stages: consecutive layers, with counts that differ by at most one.
 
-    Stage 0 has the LM head too, so it is one of those with the fewest layers.
+    Stage 0 also has the LM head, so it is one of the stages with the fewest layers.
     """
     return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
 
@@ -55,7 +55,7 @@ def stage_config(config: ModelConfig, stage: int, num_stages: int) -> ModelConfi
 
 @dataclass(frozen=True)
 class StageTensors:
-    """A checkpoint as one stage sees it: its own layers, counted from 0, the last norm, and on stage 0 the two tables.
+    """One stage's view of a checkpoint: its layers, counted from 0, the last norm, and on stage 0 the two tables.
 
     Args:
         whole: all weights.
@@ -74,7 +74,7 @@ class StageTensors:
         return self.whole.name
 
     def names(self) -> set[str] | None:
-        """Return the stage's names of its own weights, or None where weights are made on demand."""
+        """Return the stage's names of its weights, or None if weights are made on demand."""
         whole = self.whole.names()
         if whole is None:
             return None
@@ -95,16 +95,16 @@ class StageTensors:
     def _own_name(self, name: str) -> str | None:
         match = LAYER.match(name)
         if match is None or int(match[1]) >= self.num_layers:
-            return name  # no layer's, or one that the model does not have, which the loader refuses
+            return name  # not in a layer, or in a layer that the model lacks, which the loader refuses
         layer = int(match[1])
         return LAYER.sub(f"model.layers.{layer - self.layers.start}.", name) if layer in self.layers else None
 
 
 class Received(nn.Module):
-    """In place of the embedding: the hidden states that the stage before has sent, `[tokens, hidden]`.
+    """Replaces the embedding: returns the hidden states from the previous stage, `[tokens, hidden]`.
 
     Args:
-        states: where they are written when they arrive, `[rows, hidden]`; the layers may write over them.
+        states: `[rows, hidden]`, receives them; the layers may overwrite them.
     """
 
     def __init__(self, states: Tensor) -> None:
@@ -116,7 +116,7 @@ class Received(nn.Module):
 
 
 def replace_ends(model: DecoderModel, states: Tensor, is_first: bool, is_last: bool) -> None:
-    """Replace the parts of a built stage that another stage has instead; see `Received` for `states`."""
+    """Replace the parts of a built stage that belong to another stage; see `Received` for `states`."""
     if not is_first:
         model.embed_tokens = Received(states)
     if not is_last:

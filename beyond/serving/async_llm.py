@@ -14,28 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 from beyond.serving.engine_loop import Call, EngineClosed, EngineLoop, News, T
 from beyond.serving.metrics import RequestMetrics, engine_numbers
 from beyond.serving.remote_engine import RemoteLLM, RemoteLoop
-from beyond.serving.scoring import groups, score_prompts
 from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Request, returned
 from stage_a_naive.contract.requests import only_answer
 from stage_a_naive.entrypoints.frontend import Prompts
 from stage_a_naive.sampling import SamplingParams
-from stage_d_paged.scoring import check_can_score
+from stage_d_paged.scoring import MOST_TOKENS, check_can_score
 from stage_e_batching.calls import Calls
 from stage_e_batching.calls.mailbox import Event
 from stage_e_batching.llm import LLM
+from stage_e_batching.scoring import score_prompts
 
 TRIAL_SECONDS = 5  # for one token of an idle engine
-AGAIN_SECONDS = 0.02  # between two looks for free blocks
 ANSWER_SECONDS = 1.0  # for the engine's numbers, which it tells between two steps
 HEALTH_SECONDS = 60.0  # an engine that has been silent for this long is not healthy
 
@@ -91,6 +90,17 @@ class Stream(Call):
         return news
 
 
+def groups(prompts: list[list[int]], most: int = MOST_TOKENS) -> Iterator[list[list[int]]]:
+    """Group prompts, in their order: at most `most` tokens, or one prompt that is longer."""
+    group: list[list[int]] = []
+    for prompt in prompts:
+        if group and sum(map(len, group)) + len(prompt) > most:
+            yield group
+            group = []
+        group.append(prompt)
+    yield group
+
+
 class AsyncLLM:
     """An `LLM` of stage E, F or `beyond`, for the coroutines of one event loop. Make it inside the running loop.
 
@@ -114,7 +124,7 @@ class AsyncLLM:
         self._numbers: dict[str, float] = {}  # the last answer
         self._loop = asyncio.get_running_loop()
         self._all_done = asyncio.Event()
-        self._scoring = asyncio.Lock()  # one prefill at a time, so that steps run between two of them
+        self._scoring = asyncio.Lock()  # a caller that gives up leaves little to be done
         if isinstance(llm, RemoteLLM):
             self.engine_name = llm.package
             self.engine_loop = RemoteLoop(llm.process, self._hand_out)
@@ -196,11 +206,9 @@ class AsyncLLM:
         scored: list[PromptLogprobs] = []
         try:
             for group in groups(prompts):
-                function = partial(score_prompts, group, count)
+                function = cast("Callable[[Calls], Any]", partial(score_prompts, group, count))
                 async with self._scoring:
-                    while (found := await self._call(function)) is None:  # noqa: ASYNC110
-                        await asyncio.sleep(AGAIN_SECONDS)  # running requests hold the blocks
-                scored += found
+                    scored += await self._call(function)
         finally:
             self._count_out(len(prompts))
         return scored

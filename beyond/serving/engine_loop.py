@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -83,6 +84,7 @@ class EngineLoop:
         self._deliver = deliver
         self._mailbox = calls.new_mailbox()
         self._calls: dict[int, Call] = {}  # by request id
+        self._tasks: deque[tuple[Future, Generator]] = deque()  # the first of them goes on behind every step
         self._inbox: Inbox = inbox or SimpleQueue()
         self._single_step = False  # run one step although paused
         self.closed = False
@@ -112,12 +114,15 @@ class EngineLoop:
         self._inbox.put(self._allow_step)
 
     def call(self, function: Callable[[Calls], T]) -> Future[T]:
-        """Call `function` with the engine's calls in its thread between two steps; the result comes in the future."""
+        """Call `function` with the engine's calls in its thread between two steps; the result comes in the future.
+
+        What takes longer than a step is a generator, which yields None wherever a step may run, and its result last.
+        """
         future = new_future()
         if self.closed:
             future.set_exception(EngineClosed(CLOSED))
         else:
-            self._inbox.put(partial(_fulfil, future, function, self._shared))
+            self._inbox.put(partial(self._begin, future, function))
         return future
 
     def close(self) -> None:
@@ -143,9 +148,40 @@ class EngineLoop:
 
     @property
     def _may_step(self) -> bool:
-        return bool(self._calls) and (not self.paused or self._single_step)
+        return bool(self._calls or self._tasks) and (not self.paused or self._single_step)
 
     def _step(self) -> None:
+        if self._calls or self._shared.has_unfinished():  # else there are tasks alone
+            self._engine_step()
+        else:
+            self._single_step = False
+        if self._tasks:
+            self._go_on(*self._tasks[0])
+
+    def _begin(self, future: Future[T], function: Callable[[Calls], T]) -> None:
+        try:
+            found = function(self._shared)
+        except Exception as error:
+            future.set_exception(error)
+            return
+        if isinstance(found, Generator):
+            self._tasks.append((future, found))
+        else:
+            future.set_result(found)
+
+    def _go_on(self, future: Future, task: Generator) -> None:
+        try:
+            found = next(task)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            if found is None:
+                return
+            future.set_result(found)
+        task.close()
+        self._tasks.popleft()
+
+    def _engine_step(self) -> None:
         steps = self._shared.engine.counters.num_steps
         try:
             self._shared.advance(self._mailbox)  # or wait for another thread's step
@@ -172,7 +208,7 @@ class EngineLoop:
             self._deliver(time.perf_counter(), news)
 
     def _allow_step(self) -> None:
-        self._single_step = bool(self._calls)
+        self._single_step = bool(self._calls or self._tasks)
 
     def _add(self, call: Call) -> None:
         for request in call.requests:
@@ -202,6 +238,10 @@ class EngineLoop:
         self._shared.settle()
         if news:
             self._deliver(time.perf_counter(), news)
+        while self._tasks:
+            future, task = self._tasks.popleft()
+            task.close()
+            future.set_exception(error)
 
 
 def new_future() -> Future:
@@ -209,10 +249,3 @@ def new_future() -> Future:
     future: Future = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def _fulfil(future: Future[T], function: Callable[[Calls], T], calls: Calls) -> None:
-    try:
-        future.set_result(function(calls))
-    except Exception as error:
-        future.set_exception(error)

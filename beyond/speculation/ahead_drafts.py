@@ -1,14 +1,14 @@
-"""Drafts that the device makes: a verification is launched before the host knows what the last one found right.
+"""Drafts that the device makes: a step is launched before the host knows which guesses of the last one were right.
 
     CPU  [schedule 1][schedule 2][post 1][schedule 3][post 2]…
     GPU              [ guess, verify 1 ][ guess, verify 2   ][ guess, verify 3 …
 
-This is stage F's overlap, where a step may give a sequence more than one token. While it is in flight the host counts
-one token for it: it gives at least that one. The guesses that may be right are counted apart, as `num_unsure`. Blocks
-are reserved for all of them, the device adds those that were right to every position (`token_table.py`), and what was
-sampled behind a wrong guess arrives as `WRONG`.
+This is stage F's overlap, with steps that may give a sequence more than one token. While a step is in flight, the host
+counts one token for the sequence, because it gives at least one. The guesses that may be right are counted separately,
+as `num_unsure`. Blocks are reserved for all guesses, the device adds the number of right guesses to every position
+(`token_table.py`), and tokens sampled after a wrong guess arrive as `WRONG`.
 
-Who guesses is the host's decision, from the tokens that it knows: one token less than the device.
+The host decides which sequences guess, from the tokens that it knows: one token fewer than the device.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from stage_e_batching.step import ScheduledStep, State
 
 
 class DeviceDrafts:
-    """Drafts of which the host knows the length alone.
+    """Drafts of which the host knows only the length.
 
     Args:
-        drafter: knows who has a guess.
-        rows: of the steps that verify guesses.
+        drafter: decides which sequences have a guess.
+        rows: adds rows for the guesses to a step.
         counters: count the guesses.
         draft_tokens: guesses per sequence.
     """
 
-    need_tokens = False  # the device has them
+    need_tokens = False  # they are on the device
 
     def __init__(self, drafter: Drafter, rows: DraftRows, counters: SpeculationCounters, draft_tokens: int) -> None:
         self.drafter = drafter
         self._rows = rows
         self._counters = counters
         self._draft_tokens = draft_tokens
-        self._promised: list[SpeculativeSequence] = []  # a draft of theirs may be in the step decided last
-        self._arrived: dict[SpeculativeSequence, int] = {}  # verified in the step that arrives: tokens before it
+        self._promised: list[SpeculativeSequence] = []  # may have a draft in the last scheduled step
+        self._arrived: dict[SpeculativeSequence, int] = {}  # verified in the arriving step: number of tokens before it
 
     def are_promising(self) -> bool:
         for sequence in self._promised:
@@ -56,7 +56,7 @@ class DeviceDrafts:
         return True
 
     def complete(self, step: ScheduledStep) -> None:
-        """Note how many more tokens than one the step may give to a sequence."""
+        """Record how many extra tokens the step may give to each sequence."""
         if not self._promised:
             return
         self._rows.add(step)
@@ -68,7 +68,7 @@ class DeviceDrafts:
                 sequence.num_unsure = len(sequence.draft)
 
     def accept(self, step: ScheduledStep, sampled: Sampled) -> Sampled:
-        """Return the tokens that are certain. What a right guess gained was in flight too, and the guess has run."""
+        """Return the accepted tokens. The token gained by a right guess was in flight too, and the guess has run."""
         guesses = _rows_of_guesses(step)
         if not guesses:
             return sampled
@@ -77,11 +77,11 @@ class DeviceDrafts:
             if sequence.state is State.FINISHED:
                 wrong.add(row)
                 continue
-            if not sequence.draft:  # else it has others in flight already
+            if not sequence.draft:  # otherwise it already has others in flight
                 sequence.num_unsure = 0
             if row not in wrong:
                 sequence.num_in_flight += 1
-                if sequence.block_table:  # it was not preempted meanwhile; its last token of all does not run
+                if sequence.block_table:  # not preempted meanwhile; the very last token does not run
                     most = sequence.max_total_tokens - 1
                     sequence.num_computed_tokens = min(sequence.num_computed_tokens + 1, most)
         live = [sequence for sequence in guesses.values() if sequence.state is not State.FINISHED]
@@ -91,11 +91,11 @@ class DeviceDrafts:
         return without_rows(wrong, step, sampled)
 
     def settle(self, step: ScheduledStep) -> None:
-        """Account for what was right, and give the blocks of the rest back."""
+        """Account for the right guesses, and free the blocks of the others."""
         for sequence, length in self._arrived.items():
             num_right = len(sequence.token_ids) - length - 1
             self._counters.num_accepted_tokens += num_right
-            if not sequence.is_pausing:  # else it was launched before the loss that began the pause was known
+            if not sequence.is_pausing:  # otherwise it was launched before the pause began
                 sequence.settle(num_right)
             self._rows.trim(sequence)
         self._arrived = {}
@@ -106,17 +106,17 @@ class DeviceDrafts:
 
 
 class Known(Protocol):
-    """An answer of which the host knows all tokens, also those that its sequence does not have yet."""
+    """An answer whose tokens are all on the host, including those that its sequence does not have yet."""
 
     sequence: Any  # a SpeculativeSequence
     token_ids: list[int]
-    memory: Any  # what the look-up keeps of it
+    memory: Any  # data of the look-up
 
 
 def guess_of_table(drafter: NgramDrafter, answer: Known, count: int) -> list[int]:
-    """Return the guesses that the device makes for this many rows behind an answer's last token, as `TokenTable` does.
+    """Return the guesses that the device makes, as `TokenTable` does, for `count` rows after an answer's last token.
 
-    Where it looks up nothing it guesses the last token again; past the last token of all it repeats the row of that.
+    If the look-up finds nothing, the guess is the last token again; past the very last token, rows repeat.
     """
     draft = drafter.draft(answer) or [answer.token_ids[-1]] * count
     return draft[: max(0, min(count, answer.sequence.max_total_tokens - 1 - len(answer.token_ids)))]

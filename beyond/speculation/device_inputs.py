@@ -1,7 +1,7 @@
-"""A step's input where the device has made the guesses: it is launched before the step in flight is known.
+"""A step's input if the device makes the guesses: it is launched before the results of the step in flight are known.
 
-The host sends where each sequence is at least. `TokenTable` makes the rest on the device, inside the verification's
-graph: guesses, tokens, positions, slots, and after sampling which rows ran on the right tokens.
+The host sends a lower bound of each sequence's position. `TokenTable` computes the rest on the device, inside the
+verification's graph: guesses, tokens, positions, slots, and after sampling which rows ran on the right tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from stage_f_graph_tp.step_input import StepInput, StepShape, TokenSource
 
 
 def is_ahead(step: ScheduledStep) -> bool:
-    """Whether a step has guesses, or follows one whose guesses the host does not know to be right or wrong."""
+    """Whether a step has guesses, or follows a step whose guesses are not resolved on the host yet."""
     decodes = step.sequences[: step.num_decodes]
     return any(map(DRAFT, decodes)) or any(map(NUM_UNSURE, decodes))
 
 
 class TableTokens:
-    """The tokens that the device has: each batch slot's last one, and the table of those it knows and guesses.
+    """The tokens on the device: each batch slot's last token, and the table of known and guessed tokens.
 
     Args:
         last: each slot's last sampled token.
-        table: of the sequences that run.
+        table: of the running sequences.
         block_size: tokens in a block.
     """
 
@@ -38,14 +38,14 @@ class TableTokens:
         self.by_slot, self.num_slots = last.by_slot, last.num_slots
 
     def read(self, inputs: StepInput[Tensor], shape: StepShape) -> None:
-        """Complete a step's input on the device: guesses, tokens, positions and slots of its decodes."""
+        """Complete a step's input on the device: guesses, tokens, positions and slots of the decodes."""
         if shape.source == TokenSource.TABLE:
             self.table.resolve(inputs, shape.num_decodes, self._block_size)
         else:
             self.last.read(inputs, shape)
 
     def keep(self, ids: Tensor, inputs: StepInput[Tensor], shape: StepShape) -> Tensor:
-        """Keep a step's tokens; `WRONG` takes the place of those that the host must not see."""
+        """Keep a step's tokens; `WRONG` replaces tokens that the host must not use."""
         if shape.source != TokenSource.TABLE:
             return self.last.keep(ids, inputs, shape)
         kept = ids.clone()
@@ -54,13 +54,13 @@ class TableTokens:
 
 
 class AheadBatch(InputBatch):
-    """Builds a step's input from where each sequence is at least.
+    """Builds a step's input from lower bounds of the sequences' positions.
 
     Args:
         max_num_seqs, max_model_len, block_size: see `InputBatch`.
-        draft_tokens: how many tokens further a sequence may be.
-        tokens: on the device; sequences are entered there whose tokens are not in the table.
-        sampler: makes their noise.
+        draft_tokens: how many tokens further each sequence may be.
+        tokens: on the device; new sequences are entered there.
+        sampler: computes their noise keys.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class AheadBatch(InputBatch):
     ) -> None:
         super().__init__(max_num_seqs, max_model_len, block_size)
         self._draft_tokens, self._tokens, self._sampler = draft_tokens, tokens, sampler
-        self._entered: set[SpeculativeSequence] = set()  # their rows of the table hold all of their tokens
-        self._completes = False  # whether the device completes the step that is being built
+        self._entered: set[SpeculativeSequence] = set()  # sequences whose tokens are all in the table
+        self._completes = False  # whether the device completes the current step
 
     def update(self, step: ScheduledStep) -> None:
-        """Take over what the step changed, in the table too: steps without guesses do not write to it."""
+        """Update the tables for the step; the token table too, because steps without guesses do not write to it."""
         super().update(step)
         self._completes = is_ahead(step)
         if not self._completes:
@@ -91,7 +91,7 @@ class AheadBatch(InputBatch):
         self._entered = decoding
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
-        """Return the sizes of a step's input, with room for the tokens that the host does not know of yet."""
+        """Return the sizes of a step's input, with room for tokens that the host does not know yet."""
         shape = super().shape_of(step)
         if not self._completes:
             return shape

@@ -1,12 +1,11 @@
 """Drafts from a small model: it generates a few tokens, and the large one checks them.
 
-The small model has a KV cache of its own with as many blocks, so one block table serves both: position 70 of a sequence
-is stored in the same slot of both pools. It needs no scheduler and no block manager: it runs whatever tokens it has not
-seen yet, then one token after the other, on stage F's runner. A guess is sampled with the noise that the large model's
-sampler will use for the same token, so the two agree as often as their scores do, also at temperature 1. Where the
-answer must have a form, the small model's tokens are constrained too: it goes back to the certain tokens each time.
-
-What its KV cache holds can make a guess wrong, and never an answer.
+The small model has a separate KV cache with the same number of blocks, so one block table serves both: position 70 of a
+    sequence is stored in the same slot of both pools. It needs no scheduler and no block manager: it runs the tokens
+    that it has not seen yet, then one token after the other, on stage F's runner. A guess is sampled with the noise
+    that the large model's sampler will use for the same token, so the two agree as often as their scores do, also at
+    temperature 1. With structured output, the small model's tokens are constrained too, starting from the certain
+    tokens each time. Errors in its KV cache can make a guess wrong, but never an answer.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from stage_f_graph_tp.step_input import StepInput
 
 @dataclass
 class Followed:
-    """What the small model has computed of a sequence."""
+    """The small model's progress in a sequence."""
 
-    block_table: list[int]  # the sequence's list: another one means that its blocks were taken away
+    block_table: list[int]  # the sequence's list; a different list means that its blocks were taken away
     num_computed_tokens: int = 0  # certain tokens whose keys and values are in the small model's pool
-    guesses: list[int] = field(default_factory=list)  # that it ran behind those tokens, at the next positions
+    guesses: list[int] = field(default_factory=list)  # run after those tokens, at the next positions
 
     def catch_up(self, token_ids: list[int]) -> None:
-        """Count the guesses that came true: their keys and values in the small model's pool are right."""
+        """Count the guesses that were accepted: their keys and values in the small model's pool are valid."""
         for guess in self.guesses:
             if token_ids[self.num_computed_tokens : self.num_computed_tokens + 1] != [guess]:
                 break
@@ -46,7 +45,7 @@ class FollowingBatch(InputBatch):
     """Builds the small model's input.
 
     Args:
-        vocab_size: the small model's. In place of a padding token that it lacks it runs its last one.
+        vocab_size: the small model's. It replaces padding tokens that it lacks by its last token.
         limits: as of `InputBatch`.
     """
 
@@ -64,9 +63,9 @@ class ModelDrafter:
     """Guesses with a small model.
 
     Args:
-        runner: the small model's, with a `FollowingBatch` and blocks as large as the large one's.
+        runner: the small model's, with a `FollowingBatch` and the large model's block size.
         options: the limits of a step, and the longest draft.
-        rewind: let the small model's grammars forget what they accepted behind the tokens that a sequence has.
+        rewind: rolls the small model's grammars back to a sequence's certain tokens.
     """
 
     def __init__(self, runner: StepRunner, options: Options, rewind: Callable[[SpeculativeSequence], None]) -> None:
@@ -79,7 +78,7 @@ class ModelDrafter:
         return True
 
     def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        """Return zeros in place of the guesses, so that their blocks are reserved; `complete` fills them in."""
+        """Return zeros as placeholders, so that blocks are reserved; `complete` fills in the guesses."""
         return [0] * self._num_tokens
 
     def complete(self, sequences: list[SpeculativeSequence]) -> None:
@@ -90,7 +89,7 @@ class ModelDrafter:
         for sequence in sequences:
             sequence.memory.catch_up(sequence.token_ids)
             self._rewind(sequence)
-        # Guess i is launched before guess i - 1 is fetched: it finds that one on the device.
+        # Guess i is launched before guess i - 1 is fetched, because guess i - 1 is on the device.
         guessing, launched = sequences, self._launch_known(sequences, new)
         for i in range(1, 1 + max(len(sequence.draft) for sequence in sequences)):
             waiting, guessing = guessing, [sequence for sequence in guessing if len(sequence.draft) > i]
@@ -100,10 +99,10 @@ class ModelDrafter:
             launched = following
         for sequence in sequences:
             sequence.memory.num_computed_tokens = len(sequence.token_ids)
-            sequence.memory.guesses = sequence.draft[:-1]  # the last one was sampled, and not run
+            sequence.memory.guesses = sequence.draft[:-1]  # the last one was sampled but not run
 
     def _launch_known(self, sequences: list[SpeculativeSequence], new: list[SpeculativeSequence]) -> InFlight:
-        """Run the tokens that the small model has not seen, in chunks where they are many; sample after the last."""
+        """Run the tokens that the small model has not seen, in chunks if there are many; sample after the last one."""
         self._runner.launch(ScheduledStep(0, 0.0, admitted=new, grown=sequences))  # runs nothing yet
         share = self._max_num_batched_tokens // len(sequences)
         while behind := [s for s in sequences if _num_unseen(s) > share]:
@@ -117,7 +116,7 @@ class ModelDrafter:
         return self._runner.launch(step)
 
     def _launch_guess(self, sequences: list[SpeculativeSequence], number: int) -> InFlight:
-        """Run guess `number` of each draft, which is on the device, to sample the one after it."""
+        """Run guess `number` of each draft, which is on the device, to sample the next guess."""
         step = self._step(sequences)
         step.starts = [len(sequence.token_ids) + number - 1 for sequence in sequences]
         step.num_tokens, step.num_decodes = [1] * len(sequences), len(sequences)

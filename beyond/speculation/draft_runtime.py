@@ -1,4 +1,4 @@
-"""The small model that guesses: which one it is, where it is loaded, and the memory for its keys and values."""
+"""Find and load the small model that guesses, and allocate memory for its keys and values."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def find_draft(name: str | None, model: str, runtime: Runtime, num_tokens: int) 
     Args:
         model: the large model's name.
         runtime: the large model.
-        num_tokens: of its tokenizer.
+        num_tokens: of the large model's tokenizer.
 
     Raises:
-        ValueError: there is none, or its tokens or positions are not those of the model.
+        ValueError: there is none, or its vocabulary or number of positions does not fit the large model.
     """
     found = name or (TUTOR_DRAFT if model == "tutor" else None)
     if found is None:
         raise ValueError("speculation='model' needs draft_model=: a small model of the same tokenizer")
     source = resolve(found)
     config = ModelConfig.from_hf(source.config)
-    # A vocabulary may be padded to more tokens than the tokenizer has, in each size of a model to others.
+    # A vocabulary may be padded beyond the tokenizer's tokens, by different amounts in models of different sizes.
     most, positions = runtime.config.vocab_size, runtime.max_model_len
     least = min(num_tokens, most)
     if not least <= config.vocab_size <= most:
@@ -59,9 +59,9 @@ def find_draft(name: str | None, model: str, runtime: Runtime, num_tokens: int) 
 
 
 def load_draft(source: ModelSource, options: Options, runtime: Runtime, dtype: torch.dtype, seed: int) -> Runtime:
-    """Load the small model, whole and in 16 bits, on the device of the large one or of its first rank.
+    """Load the small model, whole and in 16 bits, on the large model's device or its first rank's.
 
-    Where the attention backend of the large model cannot serve it, because of the size of its heads, it has another.
+    If the large model's attention backend does not support its head size, it uses another backend.
     """
     plain = options.stage_f(kvcache_block_size=runtime.block_size, tensor_parallel_size=1)
     load = partial(load_runtime, source, device=runtime.device, dtype=dtype, seed=seed, patch=choose_layers)
@@ -74,8 +74,8 @@ def load_draft(source: ModelSource, options: Options, runtime: Runtime, dtype: t
 
 
 def make_drafter(drafting: Runtime, kv_cache: KVCache, options: Options, constraints: Constraints) -> ModelDrafter:
-    """Make what guesses with a small model that is loaded; `constraints` are those of its own tokens."""
-    plain = options.stage_f(tensor_parallel_size=1, max_num_penalty_seqs=1)  # what it samples are guesses
+    """Make the drafter for a loaded small model; `constraints` are for the small model's tokens."""
+    plain = options.stage_f(tensor_parallel_size=1, max_num_penalty_seqs=1)  # it samples only guesses
     limits = plain.max_num_seqs, drafting.max_model_len, drafting.block_size
     batch = FollowingBatch(drafting.config.vocab_size, *limits)
     runner = compose_runner(drafting, kv_cache, make_sampler(drafting, plain, constraints), plain, batch)
@@ -83,7 +83,7 @@ def make_drafter(drafting: Runtime, kv_cache: KVCache, options: Options, constra
 
 
 def make_pools(runtime: Runtime, drafting: Runtime, options: GraphOptions) -> tuple[KVCache, KVCache]:
-    """Make two pools of as many blocks, in the memory that there is for one."""
+    """Make two pools with the same number of blocks, in the memory for one."""
     num_blocks = choose_num_blocks(runtime, options)
     if options.num_kvcache_blocks == -1:
         both = runtime.bytes_per_token + drafting.bytes_per_token

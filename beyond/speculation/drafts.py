@@ -1,18 +1,18 @@
-"""Drafts on the host: guesses that need the last token, and so wait for it where a guess is worth it.
+"""Drafts on the host: a guess needs the last token, so the engine waits for it if a guess is worth the wait.
 
-Guessing needs the last token, and stage F is a step ahead of it. So there are two kinds of steps:
+Stage F is a step ahead of the last token. So there are two kinds of steps:
 
     nothing to guess    stage F's: launch step n + 1, then fetch the tokens of step n
     a draft             stage E's: fetch what is in flight, guess, run the step, take in the tokens that were right
 
-The second kind leaves the GPU idle while the CPU works. On text that repeats nothing there are none of them. Where the
-device guesses there are none at all (`ahead_drafts.py`).
+The second kind leaves the GPU idle while the CPU works. On text without repetition it does not occur, and if the device
+guesses it never occurs (`ahead_drafts.py`).
 
-A step verifies guesses g1, g2, … behind the last token t with rows t, g1, g2, …. Each row samples the token that
-follows it, by the same noise as ever. The token sampled in row t is certain; if it equals g1, then row g1 was computed
-from the right tokens, and what it sampled is certain too; and so on. So each step gains the guesses that were right and
-one token more, and every token is the one that the engine would have sampled without guessing. (In 16 bits, up to the
-rounding of a step with another number of rows.)
+A step verifies guesses g1, g2, … after the last token t with rows t, g1, g2, …. Each row samples the next token, with
+the same noise as without guessing. The token sampled in row t is certain. If it equals g1, then row g1 was computed
+from the right tokens, and its token is certain too; and so on. So each step gives the right guesses and one more token,
+and every token is the one that the engine would have sampled without guessing. (In 16 bits, up to the rounding of a
+step with another number of rows.)
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from beyond.speculation.sequence import SpeculativeSequence
 from stage_e_batching.parts import Sampled
 from stage_e_batching.step import Counters, ScheduledStep
 
-SHARE = 4  # one in this many decoding sequences must have a draft, or waiting costs the others more than it gains
+SHARE = 4  # at least 1 / SHARE of the decoding sequences must have a draft, or waiting costs more than it gains
 
 
 class Drafter(Protocol):
-    """What makes guesses."""
+    """Makes guesses."""
 
     def has_draft(self, sequence: SpeculativeSequence) -> bool:
-        """Whether there seems to be a guess, from the tokens on the host."""
+        """Whether the tokens on the host promise a guess."""
         ...
 
     def draft(self, sequence: SpeculativeSequence) -> list[int]:
-        """Return the guess, when all tokens are on the host, or a list of its length."""
+        """Return the guesses, or a list of the same length; all tokens are on the host."""
         ...
 
     def complete(self, sequences: list[SpeculativeSequence]) -> None:
-        """Fill in the drafts, when they are scheduled and have their blocks."""
+        """Fill in the drafts, once they are scheduled and have blocks."""
         ...
 
 
@@ -56,7 +56,7 @@ class Draft(Protocol):
 
 
 def draft_of(answer: Draft, count: int) -> list[int]:
-    """Return the guesses that run in this many rows behind an answer's last token: the host made them."""
+    """Return the host's guesses that run in `count` rows after an answer's last token."""
     return answer.sequence.draft
 
 
@@ -66,7 +66,7 @@ class SpeculationCounters(Counters):
 
     num_verifications: int = 0  # drafts verified: a step may verify several
     num_draft_tokens: int = 0  # tokens of these drafts
-    num_accepted_tokens: int = 0  # of these, those that were right
+    num_accepted_tokens: int = 0  # how many of these were right
 
 
 class HostDrafts:
@@ -74,9 +74,9 @@ class HostDrafts:
 
     Args:
         drafter: makes the guesses.
-        rows: of the steps that verify them.
-        counters: count them.
-        shorten: end a guess where it may not go on; None where guesses are made later.
+        rows: adds rows for the guesses to a step.
+        counters: count the guesses.
+        shorten: cuts a draft before a forbidden token; None if guesses are made later.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class HostDrafts:
         self._rows = rows
         self._shorten = shorten
         self._counters = counters
-        self._proposed: list[SpeculativeSequence] = []  # they have a draft, for the step that is under way
-        self._verified: dict[SpeculativeSequence, int] = {}  # in that step, with their tokens before it
+        self._proposed: list[SpeculativeSequence] = []  # have a draft for the current step
+        self._verified: dict[SpeculativeSequence, int] = {}  # in the current step, with the number of tokens before it
         self._are_promising = False
-        # The device does not know which of their tokens was the last right one: the host sends it with their next step.
+        # The device does not know their last right token: the host sends it with their next step.
         self._unknown: set[SpeculativeSequence] = set()
 
     @property
@@ -101,7 +101,7 @@ class HostDrafts:
         return self._are_promising
 
     def propose(self) -> bool:
-        """Guess for every sequence that may. Returns whether there is a guess."""
+        """Guess for every sequence that may draft. Returns whether there is a guess."""
         decoding = self._rows.decoding
         for sequence in decoding:
             sequence.draft = [] if sequence.is_pausing else self.drafter.draft(sequence)
@@ -140,14 +140,14 @@ class HostDrafts:
         return without_rows(wrong, step, sampled)
 
     def count_right(self, draft: list[int], sampled: list[int]) -> int:
-        """Return how many guesses, from the first on, are the tokens that were sampled in their places."""
+        """Return how many guesses, from the first on, equal the sampled tokens."""
         right = 0
         while right < len(draft) and draft[right] == sampled[right]:
             right += 1
         return right
 
     def settle(self, step: ScheduledStep) -> None:
-        """Account for what was right, give the blocks of the rest back, and drop drafts that did not run."""
+        """Account for the right guesses, free the blocks of the others, and drop drafts that did not run."""
         if not self._proposed:
             return
         for sequence, length in self._verified.items():
@@ -155,7 +155,7 @@ class HostDrafts:
             self._counters.num_accepted_tokens += num_right
             sequence.settle(num_right)
             self._rows.trim(sequence)
-        for sequence in self._proposed:  # where prompts have steps of their own, drafts may not have run
+        for sequence in self._proposed:  # in steps without decodes, drafts have not run
             sequence.draft = []
         self._proposed, self._verified = [], {}
 
@@ -165,7 +165,7 @@ class HostDrafts:
 
 
 def promising(drafter: Drafter, decoding: Sequence[SpeculativeSequence]) -> list[SpeculativeSequence]:
-    """Return the sequences that seem to have a guess; none where they are too few, or too many run."""
+    """Return the sequences that promise a guess; none if they are too few, or if too many sequences run."""
     if len(decoding) > MAX_SPECULATING:
         return []
     found = [s for s in decoding if not s.is_pausing and drafter.has_draft(s) and s.longest_draft > 0]
@@ -173,7 +173,7 @@ def promising(drafter: Drafter, decoding: Sequence[SpeculativeSequence]) -> list
 
 
 def without_rows(rows: Container[int], step: ScheduledStep, sampled: Sampled) -> Sampled:
-    """Return a step's tokens without those of some of its decodes, which sample no more."""
+    """Return a step's tokens without those of the given decodes, which stop sampling."""
     kept = [row for row in range(len(sampled.token_ids)) if row not in rows]
     step.samples[: step.num_decodes] = [row not in rows for row in range(step.num_decodes)]
     errors = sampled.errors or {}

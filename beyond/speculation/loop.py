@@ -83,7 +83,7 @@ def main() -> None:
         assert answer == expected or keep is keep_by_chance
         passes = f"{before / len(expected):.2f} → {after / len(answer):.2f}"
         print(f"{keep.__name__}, {'sampled' if noise else 'greedy'}: {passes}")
-    print(f"passes per token: {passes} [H200, scripted guesses: 0.351 → 0.096 ms per token if 6.6 of 8 are right]")
+    print(f"passes per token: {passes} [H200, look-up in a copied text: 0.351 → 0.17 ms per token, in prose 0.31]")
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ SIZE = 3  # tokens that must agree
 
 @dataclass
 class NgramIndex:
-    """Where a sequence's n-grams went on."""
+    """The positions after a sequence's n-grams."""
 
-    positions: dict[tuple[int, ...], int] = field(default_factory=dict)  # of the token behind the latest occurrence
-    num_tokens: int = 0  # that are entered
+    positions: dict[tuple[int, ...], int] = field(default_factory=dict)  # of the token after the latest occurrence
+    num_tokens: int = 0  # that were entered
 
 
 class Text(Protocol):
-    """Tokens, and what a drafter keeps of them."""
+    """Tokens, and a drafter's data about them."""
 
     memory: Any
 
@@ -34,7 +34,7 @@ class Text(Protocol):
 
 
 class NgramDrafter:
-    """Looks the last tokens of a sequence up in what came before them.
+    """Looks up the last tokens of a sequence in its earlier text.
 
     Args:
         num_tokens: the longest draft.
@@ -46,13 +46,13 @@ class NgramDrafter:
         self._size = size
 
     def has_draft(self, sequence: Text) -> bool:
-        """Whether the tokens known now have come up before."""
+        """Whether the last known tokens have occurred before."""
         return self._find(sequence) is not None
 
     def draft(self, sequence: Text) -> list[int]:
-        """Guess the next tokens; none where the last ones are new.
+        """Guess the next tokens; none if the last ones are new.
 
-        Where the earlier occurrence runs into the guess itself, it goes on in the guess: `a b a b a` -> `b a b a`.
+        If the earlier occurrence overlaps the guess, copying continues inside the guess: `a b a b a` -> `b a b a`.
         """
         at = self._find(sequence)
         if at is None:
@@ -64,10 +64,10 @@ class NgramDrafter:
         return draft
 
     def complete(self, sequences: list[SpeculativeSequence]) -> None:
-        """Do nothing: `draft` returned the guesses themselves."""
+        """Do nothing: `draft` has returned the guesses."""
 
     def _find(self, sequence: Text) -> int | None:
-        """Return the position behind the latest earlier occurrence of the last tokens; None if they are new.
+        """Return the position after the latest earlier occurrence of the last tokens; None if they are new.
 
         The last n-gram is looked up before it is entered: nothing follows it yet.
         """

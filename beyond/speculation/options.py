@@ -9,19 +9,19 @@ from stage_a_naive.contract.params import as_integer, check_field
 
 KINDS = ("ngram", "model", "off")
 MAX_DRAFT = 64  # tokens
-MAX_SPECULATING = 64  # sequences that run when drafts are made; with more of them a step has no room to spare
+MAX_SPECULATING = 64  # most running sequences with which drafts are made; with more, a step has no spare room
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """Which tokens are guessed, and by what.
+    """The options of speculation.
 
     Attributes:
         speculation: where drafts come from: "ngram" looks the last tokens up in the prompt and the answer; "model" asks
             a small model; "off" makes none.
         num_speculative_tokens: the longest draft.
-        draft_model: the small model, of the same tokenizer; its vocabulary may have fewer padding tokens. The tutor has
-            one of its own.
+        draft_model: the small model, of the same tokenizer; its vocabulary may have fewer padding tokens. The tutor
+            comes with one.
     """
 
     speculation: str = "off"

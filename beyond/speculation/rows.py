@@ -1,11 +1,11 @@
-"""Rows for drafts: a sequence that has one runs several rows in a step, one per token.
+"""Rows for drafts: a sequence with a draft runs several rows in a step, one per token.
 
-A row is a decode of its own: it has its own position and context length, and shares the block table of its sequence.
-In every layer a step stores all keys and values before it reads any, so the row of the third guess sees the keys of
-the first two. No kernel has to know that rows belong together.
+Each row runs as a decode with a separate position and context length, and shares the block table of its sequence. In
+every layer a step stores all keys and values before it reads any, so the row of the third guess sees the keys of the
+first two. No kernel has to know which rows belong together.
 
-Guesses count for nothing until they are found right: they are not among `num_computed_tokens`, so the prefix cache
-never learns of them, and the blocks that they needed are given back with them.
+Guesses do not count until they are accepted: they are not in `num_computed_tokens`, so they never enter the prefix
+    cache, and the blocks of wrong guesses are freed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class ShrinkingBlockManager(BlockManager):
     """A block manager whose sequences can become shorter."""
 
     def shrink(self, sequence: Sequence) -> None:
-        """Free the blocks past a sequence's computed tokens. They hold nothing that the prefix cache knows."""
+        """Free the blocks past a sequence's computed tokens, which are not in the prefix cache."""
         table = sequence.block_table
         while len(table) > self.blocks_for(sequence.num_computed_tokens):
             block = table.pop()
             self._ref_counts[block] = 0
             self._free[block] = None
-            self._free.move_to_end(block, last=False)  # nothing is lost if it is handed out next
+            self._free.move_to_end(block, last=False)  # reuse it first: nothing is lost
 
 
 class DraftRows:
-    """The rows of guesses in the steps of a scheduler, and the blocks that they need.
+    """Adds rows for guesses to the steps of a scheduler, and reserves their blocks.
 
     Args:
-        scheduler: decides the steps, in which a decoding sequence has one row; it has a `ShrinkingBlockManager`.
-        max_rows: sequences of one step, every guess counted as one.
+        scheduler: schedules steps with one row per decode; uses a `ShrinkingBlockManager`.
+        max_rows: rows of a step, at most: sequences and guesses.
     """
 
     def __init__(self, scheduler: Scheduler, max_rows: int) -> None:
@@ -50,7 +50,7 @@ class DraftRows:
         return cast("list[SpeculativeSequence]", self._scheduler.decoding)
 
     def add(self, step: ScheduledStep) -> None:
-        """Give each sequence that decodes a row more for every token of its draft, as far as there is room."""
+        """Give each decoding sequence one more row per token of its draft, while there is room."""
         decodes = step.num_decodes
         if not any(map(DRAFT, step.sequences[:decodes])):
             return
@@ -69,11 +69,11 @@ class DraftRows:
         step.samples[:decodes] = [True] * len(sequences)
 
     def _fit(self, sequence: SpeculativeSequence, step: ScheduledStep, most: int) -> None:
-        """Reserve blocks for a draft, or shorten it to the blocks that there are. No request is preempted for it."""
+        """Reserve blocks for a draft, or shorten it to the available blocks. It never preempts a request."""
         table, blocks = sequence.block_table, len(sequence.block_table)
         manager = self._scheduler.block_manager
         del sequence.draft[most:]
-        # Where the next step is launched ahead, it may begin behind all guesses of this one and of the one in flight.
+        # A step that is launched ahead may begin after all guesses of this step and of the one in flight.
         certain = sequence.num_computed_tokens + sequence.num_unsure + 1
         reach = min(certain + len(sequence.draft), sequence.max_total_tokens - 1)
         if not manager.allocate(sequence, reach, watermark=len(self.decoding)):
@@ -82,7 +82,7 @@ class DraftRows:
             step.grown.append(sequence)
 
     def trim(self, sequence: SpeculativeSequence) -> None:
-        """After a verification: index what was found right, and give back the blocks of the rest."""
+        """After a verification, index the accepted tokens and free the blocks of the others."""
         manager = cast("ShrinkingBlockManager", self._scheduler.block_manager)
         manager.index_computed(sequence)
         if not sequence.num_unsure:

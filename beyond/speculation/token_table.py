@@ -1,8 +1,8 @@
-"""The tokens of the running sequences on the device, so that it can guess and verify without the host.
+"""The tokens of the running sequences, on the device, so that the device can guess and verify without the host.
 
-A step is launched before the host knows how many guesses of the step before were right. So it cannot know the positions
-of the next step either. The device does: it has a table with a row per batch slot, in which the known tokens are
-followed by the guesses for the next ones. For every row of a step,
+A step is launched before the host knows how many guesses of the previous step were right. So the host does not know the
+positions of the next step. The device does: it has a table with a row per batch slot, which holds the known tokens and
+then the guesses. For every row of a step,
 
     before the model    write guesses behind the known tokens: what followed the last time that these tokens came up
                         position = that of the last known token + the row's number within its sequence
@@ -10,8 +10,8 @@ followed by the guesses for the next ones. For every row of a step,
     after the sampler   write each sampled token one position further
                         a row whose token is not the one that the row before it sampled ran on a wrong guess
 
-Here it is written as tensor operations on fixed shapes, for a CPU. On a GPU that would be some seventy small kernels;
-there it is three (`token_table_kernels.py`), inside the step's CUDA graph. Nothing is read on the host.
+This file has tensor operations with fixed shapes, for a CPU. On a GPU they would be some seventy small kernels, so
+there are three kernels instead (`token_table_kernels.py`), inside the step's CUDA graph. The host reads nothing.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class TokenTable:
             self._kernels = token_table_kernels
 
     def enter(self, sequences: list[SpeculativeSequence], noise_keys: NoiseKeys, last_tokens: Tensor) -> None:
-        """Copy sequences to their batch slots, all in one transfer. Their last token may still be in flight.
+        """Copy sequences to their batch slots in one transfer. Their last tokens may still be in flight.
 
         Args:
-            last_tokens: where their last tokens are or will be when the device comes here, by batch slot, int64.
+            last_tokens: int64, by batch slot; has their last tokens by the time the device runs this.
         """
         rows = np.zeros((2, len(sequences), self.tokens.shape[1]), np.int32)
         for row, sequence in enumerate(sequences):
@@ -68,7 +68,7 @@ class TokenTable:
             rows[1, row, first : sequence.max_total_tokens - 1] = noise_keys(
                 sequence, sequence.max_total_tokens - 1 - first
             )
-        # The last token that a sequence may have is sampled and not run.
+        # A sequence's last possible token is sampled but not run.
         facts = [(s.batch_slot, len(s) - 1, s.max_total_tokens - 2) for s in sequences]
         (slots, last, limits), (tokens, noise) = upload([np.array(facts).T, rows], self.tokens.device)
         for table, values in ((self.tokens, tokens), (self.noise, noise), (self.last, last), (self.limits, limits)):
@@ -85,7 +85,7 @@ class TokenTable:
         self.complete(inputs, num_rows, block_size)
 
     def complete(self, inputs: StepInput, num_rows: int, block_size: int) -> None:
-        """Make tokens, positions, slots, context lengths and noise of rows whose guesses are in the table."""
+        """Compute tokens, positions, slots, context lengths and noise of rows whose guesses are in the table."""
         if self._kernels:
             self._kernels.complete(self.tokens, self.noise, self.last, self.limits, inputs, num_rows, block_size)
             return
@@ -101,9 +101,9 @@ class TokenTable:
         inputs.slot_mapping[:num_rows] = blocks.long() * block_size + positions % block_size
 
     def guess(self, slots: Tensor) -> None:
-        """Write what followed the latest earlier occurrence of the last `SIZE` tokens; as in `NgramDrafter.draft`.
+        """Write the tokens after the latest earlier occurrence of the last `SIZE` tokens, as `NgramDrafter.draft` does.
 
-        Where they are new, the last token is guessed again: the row is there in any case.
+        If there is none, guess the last token again, because the row exists in any case.
 
         Args:
             slots: the batch slot of each row, int64 [rows]. Rows of one sequence are adjacent.
@@ -118,19 +118,19 @@ class TokenTable:
         earlier = starts < (last - SIZE + 1)[:, None]
         found = torch.where(equal & earlier, starts, -SIZE).amax(1)
         after = torch.where(found >= 0, found + SIZE, last)
-        # Where the earlier occurrence runs into the guess itself, it goes on in the guess.
+        # If the earlier occurrence overlaps the guess, copying continues inside the guess.
         source = after[:, None] + self._ahead % (last + 1 - after)[:, None]
         self.tokens[slots[:, None], last[:, None] + 1 + self._ahead] = known.gather(1, source)
 
     def keep(self, ids: Tensor, inputs: StepInput, last_tokens: Tensor) -> None:
-        """Enter sampled tokens. Those that were sampled behind a wrong guess become `WRONG` in `ids`.
+        """Enter sampled tokens. Tokens that were sampled after a wrong guess become `WRONG` in `ids`.
 
-        It may be called again with other tokens for the same step, and corrects what it did.
+        A second call with other tokens for the same step corrects the first.
 
         Args:
             ids: int64 [samples].
             inputs: the step's, as `resolve` left it.
-            last_tokens: gets each sequence's last known token, by batch slot.
+            last_tokens: receives each sequence's last known token, by batch slot.
         """
         if self._kernels:
             self._kernels.keep(self.tokens, self.last, ids, inputs, last_tokens, len(self._ahead))
@@ -141,7 +141,7 @@ class TokenTable:
         follows[1:] = slots[1:] == slots[:-1]
         wrong = follows.clone()
         wrong[1:] &= ids[:-1] != inputs.input_ids[rows[1:]]
-        # The last known token of a sequence was sampled by the row before its first wrong one, or else by its last row.
+        # The last known token was sampled by the row before the first wrong row, or by the last row if none is wrong.
         sampled_at = positions + 1
         ends = torch.where(follows.roll(-1), self.tokens.shape[1], sampled_at)
         ends = torch.where(wrong, sampled_at.roll(1), ends)

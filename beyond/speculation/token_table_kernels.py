@@ -1,7 +1,7 @@
-"""The operations of `TokenTable` on a GPU, one launch each.
+"""The operations of `TokenTable` on a GPU, with one launch each.
 
-In PyTorch they are some seventy small kernels, and in a CUDA graph too each of them takes about a microsecond, in a
-step of about a millisecond. What they compute is defined in `token_table.py`. How they divide the work:
+In PyTorch they are some seventy small kernels. Even in a CUDA graph each takes about a microsecond, and a step takes
+about a millisecond. `token_table.py` defines the results. The kernels divide the work as follows:
 
     guess       a program per sequence goes through its tokens from the end, a stretch at a time, until the n-gram
                 that it looks for has come up
@@ -113,7 +113,7 @@ def _keep_kernel(
     samples,
     width,
     WRONG: tl.constexpr,
-    MOST: tl.constexpr,  # rows that a sequence may have; the padding rows, one sequence here, are more and not all kept
+    MOST: tl.constexpr,  # rows of a sequence, at most; the padding rows are one longer sequence, kept in part
 ):
     first = tl.program_id(0)
     if _begins_here(slots, first):

@@ -1,4 +1,4 @@
-"""Constrained decoding: answers that have the form of a JSON schema, a regular expression or a grammar."""
+"""Structured output by constrained decoding: answers match a JSON schema, a regular expression or a grammar."""
 
 from stage_a_naive.entrypoints.lazy import import_when_used
 

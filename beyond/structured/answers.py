@@ -1,9 +1,10 @@
-"""What a finished answer is checked with: readers that have nothing to do with the masks.
+"""Check finished answers with parsers that are independent of the masks.
 
-The masks come from one library, and a library has mistakes: it rounds a large integer, or takes the 29th of February of
-any year. So nobody believes it. An answer that has ended is read again by another program: a JSON schema by jsonschema,
-a regular expression by `regex`, a choice by comparison, and a grammar, for which there is no other reader, by the
-library itself, letter by letter in place of token by token. An answer that fails is its request's error.
+The masks come from one library, and a library has bugs: it rounds a large integer, or accepts the 29th of February of
+    any year. So its answers are not trusted. Another program checks every finished answer: jsonschema for a JSON
+    schema, `regex` for a regular expression, a comparison for a choice. For a grammar there is no other parser, so the
+    library reads the text again, character by character instead of token by token. If the check fails, the request ends
+    with an error.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from stage_a_naive.contract.structured_outputs import GrammarError, StructuredOu
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
-Check = Callable[[str], str]  # returns why a text is no answer, or nothing
+Check = Callable[[str], str]  # returns why a text is not a valid answer, or ""
 MOST_SHOWN = 200  # characters of a reason
-# The formats that the library knows, and so the ones that are enforced; any other is a remark.
+# The formats that the library knows and enforces; any other format is only an annotation.
 FORMATS = "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
-NUMBERED = "<["  # a grammar that names tokens by number: text alone does not say which they were
+NUMBERED = "<["  # marks a grammar that names tokens by number: the text does not show which tokens they were
 
 
 def make_check(form: StructuredOutputs, grammar: str) -> Check:
-    """Make the check of a form's answers; `grammar` is the library's, for forms that have no other reader."""
+    """Make the check of a constraint's answers; `grammar` is the library's, which also checks grammars."""
     if form.kind == "choice":
         choices = frozenset(json.loads(form.text))
         return lambda text: "" if text in choices else "it is none of the choices"
@@ -44,12 +45,12 @@ def make_check(form: StructuredOutputs, grammar: str) -> Check:
 
 
 def reason_against(check: Check, text: str) -> str:
-    """Return why a text is no answer, or nothing. A check that fails is a reason, too."""
+    """Return why a text is not a valid answer, or "". An exception in the check is a reason too."""
     try:
         return check(text)
     except TimeoutError:
         return f"the check took longer than {SECONDS} s"
-    except Exception as error:  # of JSON that cannot be read, of numbers with too many digits, of too many brackets
+    except Exception as error:  # invalid JSON, numbers with too many digits, brackets nested too deeply
         return f"{type(error).__name__}: {error}"[:MOST_SHOWN]
 
 
@@ -63,10 +64,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def schema_error(schema: Any) -> tuple[str, str] | None:
-    """Return where and why something is no JSON schema of the draft that it names; None if it is one.
+    """Return where and why something is not a JSON schema of the draft that it names; None if it is one.
 
     Raises:
-        GrammarError: the package that knows is missing.
+        GrammarError: the package jsonschema is missing.
     """
     kind = _draft(schema)
     from jsonschema.exceptions import best_match
@@ -79,11 +80,11 @@ def schema_error(schema: Any) -> tuple[str, str] | None:
 
 
 def make_validator(schema: Any) -> Validator:
-    """Make jsonschema's validator of a schema, with formats, and limits on time."""
+    """Make a jsonschema validator for a schema, with formats and time limits."""
     bounded = _bounded(_draft(schema))
     from referencing import Registry
 
-    # An empty registry: a reference to another document is an error, and nothing is fetched.
+    # The registry is empty: a reference to another document is an error, and nothing is fetched.
     return bounded(schema, registry=Registry(), format_checker=_formats())
 
 
@@ -125,7 +126,7 @@ def _pattern_properties(validator: Any, patterns: dict, instance: Any, schema: A
 
 @cache
 def _formats() -> Any:
-    """Return jsonschema's checks of formats, with those that it leaves to other packages."""
+    """Return jsonschema's format checks, and those that it leaves to other packages."""
     from jsonschema import FormatChecker
 
     formats = FormatChecker([name for name in FORMATS if name in FormatChecker.checkers])
@@ -136,7 +137,7 @@ def _formats() -> Any:
 
 
 def _is_time(text: str) -> bool:
-    """Tell whether a text is a moment of RFC 3339; a minute may have a leap second."""
+    """Tell whether a text is a date and time of RFC 3339; leap seconds are allowed."""
     whole = re.fullmatch(r"(.{10}[Tt ]\d\d:\d\d:)(60|\d\d)(\.\d+)?([Zz]|[+-]\d\d:\d\d)", text)
     return whole is not None and bool(datetime.fromisoformat(whole[1].upper() + min(whole[2], "59")))
 

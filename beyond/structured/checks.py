@@ -1,4 +1,4 @@
-"""What a request with a form cannot ask for beside it, and whether the form can be compiled: at the door."""
+"""Validate structured-output requests when they arrive: conflicts with other parameters, and compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stage_a_naive.contract.structured_outputs import GrammarError
 
 
 class Refusal(NamedTuple):
-    """Something that cannot be combined with `structured_outputs`."""
+    """A parameter that cannot be combined with `structured_outputs`."""
 
     other: str
     applies: Callable[[SamplingParams, SamplingFunction | None], bool]
@@ -23,20 +23,20 @@ REFUSED = (
     Refusal(
         "ignore_eos=True",
         lambda params, sampling_fn: params.ignore_eos,
-        "an answer ends where its form ends; leave ignore_eos away",
+        "structured output decides where an answer ends; leave ignore_eos out",
     ),
     *(
         Refusal(
             name,
             lambda params, sampling_fn, name=name: bool(getattr(params, name)),
-            f"it may forbid what the form needs next; leave {name} away",
+            f"it may forbid the tokens that structured output needs; leave {name} out",
         )
         for name in ("allowed_token_ids", "bad_words", "min_tokens")
     ),
     Refusal(
         "llm.sampling_fn",
         lambda params, sampling_fn: sampling_fn is not None,
-        "another sampler may choose what the form forbids; set llm.sampling_fn = None",
+        "another sampler may choose forbidden tokens; set llm.sampling_fn = None",
     ),
 )
 
@@ -44,10 +44,10 @@ REFUSED = (
 def check_structured_outputs(
     grammars: Grammars, index: int, params: SamplingParams, sampling_fn: SamplingFunction | None
 ) -> None:
-    """Check what a request asks for, and have its form compiled; the caller waits for that.
+    """Validate a structured-output request, and compile its constraint while the caller waits.
 
     Raises:
-        GrammarError: it cannot be had; the message says why.
+        GrammarError: it is not possible; the message says why.
     """
     for refusal in REFUSED:
         if refusal.applies(params, sampling_fn):

@@ -1,4 +1,4 @@
-"""Constrained answers for an engine that was made without them: the part is handed to its sampler."""
+"""Add structured output to an engine of stage E or F."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stage_e_batching.queues import FirstCome
 
 
 def constrain(llm: LLM) -> None:
-    """Let the requests of an engine of stage E or F have a form; an engine that can do that is left as it is.
+    """Enable structured output in an engine of stage E or F; a no-op if it is enabled already.
 
-    Who checks the requests is not changed: give this engine those that `check_structured_outputs` has let through.
+    The engine does not validate requests itself: pass them through `check_structured_outputs` first.
     """
     sampler, scheduler = llm.runner.sampler, llm.engine.scheduler
     if sampler.constraints is not None:
@@ -20,5 +20,5 @@ def constrain(llm: LLM) -> None:
     grammars = Grammars(llm.source, llm.vocab_size)
     sampler.constraints = Constraints(grammars, llm.options.max_num_seqs, llm.device, draft_of)
     llm.engine.check = grammars.error_of
-    if isinstance(scheduler.order, FirstCome):  # in another order, a form that is not compiled yet is waited for
+    if isinstance(scheduler.order, FirstCome):  # other orders wait for the compilation in a step
         scheduler.order = WhenCompiled(grammars)

@@ -1,14 +1,14 @@
-"""Masks in a step: the tokens of requests that want a form, chosen among those that their grammars allow.
+"""Token masks in a step: choose the tokens of structured-output requests among those that their grammars allow.
 
 The mask of step n + 1 needs token n, and stage F launches step n + 1 before the host knows token n. So a step is cut in
-two, and the second part alone waits:
+two, and only the second part waits:
 
     CPU  [launch forward n + 1]……[token n arrives][fill masks][launch: copy masks, choose again]
     GPU  …forward n, choose n   ][ forward n + 1                               ][ choose n + 1 ]
 
-The step chooses a token for every row as always, in its CUDA graph or megakernel if it has one. Behind it the rows with
-a grammar are chosen for again, from the same logits, where a token that its mask forbids has the lowest score there is.
-So rows without a grammar keep their tokens bit by bit, and nothing that is recorded has to know of masks.
+The step chooses a token for every row as usual, in its CUDA graph or megakernel if it has one. After it, the tokens of
+rows with a grammar are chosen again from the same logits, with the lowest possible score for every token that the mask
+forbids. So rows without a grammar keep their tokens bit for bit, and recorded steps need not know about masks.
 
 A mask is a bit per token. The masks of a step travel in one pinned copy, and are unpacked on the device.
 """
@@ -36,17 +36,17 @@ from stage_e_batching.sampler.sampler import Choose, Penalise
 from stage_e_batching.step import BatchSequence
 
 MOST_THREADS = 8
-FARTHEST = 1e38  # of a score from 0, where penalties may have no bound: a forbidden token's is lower
+FARTHEST = 1e38  # clamp for scores with penalties, which may be unbounded: a forbidden token scores lower
 
 
 @dataclass(eq=False)
 class Answer:
-    """The answer in a batch slot: its certain tokens, and its point in its grammar behind them."""
+    """The answer in a batch slot: its certain tokens, and the state of its grammar after them."""
 
     sequence: BatchSequence
-    token_ids: list[int]  # the prompt's too; one step ahead of those that the sequence has
-    matcher: Matcher | GrammarError  # or why there is none
-    memory: Any = None  # what guesses keep of it
+    token_ids: list[int]  # with the prompt; one step ahead of the sequence's tokens
+    matcher: Matcher | GrammarError  # or the error if there is none
+    memory: Any = None  # data of the drafter
 
     def go_on(self, token_ids: list[int]) -> None:
         """Accept tokens."""
@@ -54,33 +54,33 @@ class Answer:
         self.token_ids += token_ids[: self.matcher.accept(token_ids)]
 
 
-Guess = Callable[[Answer, int], list[int]]  # the tokens of an answer's draft, from its number of rows for guesses
+Guess = Callable[[Answer, int], list[int]]  # (answer, number of its rows for guesses) -> its draft
 
 
 class Constraints:
-    """The grammars of the sequences in the batch slots: a part of the sampler.
+    """The part of the sampler that holds the grammars of the sequences in the batch slots.
 
     Args:
-        grammars: compile what requests ask for.
+        grammars: compile the requests' constraints.
         max_num_seqs: batch slots.
         device: of the logits.
-        guess: which tokens run in the rows of a draft.
+        guess: returns the tokens that run in the rows of a draft.
     """
 
     def __init__(self, grammars: Grammars, max_num_seqs: int, device: torch.device, guess: Guess) -> None:
         self.grammars = grammars
         self._device, self._guess = device, guess
         self._masks = Masks(min(MOST_THREADS, os.cpu_count() or 1))
-        self._answers: list[Answer | None] = [None] * max_num_seqs  # by batch slot; None where no form is asked for
-        # What was chosen last, on its way to the host: whose rows they are, with their drafts; the copy; its arrival.
+        self._answers: list[Answer | None] = [None] * max_num_seqs  # by batch slot; None without structured output
+        # The tokens chosen last, on their way to the host: their answers, rows and drafts; the copy; its event.
         self._chosen: tuple[list[tuple[Answer, int, list[int]]], Tensor, torch.cuda.Event | None] | None = None
         self._powers = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
     def admit(self, sequence: BatchSequence) -> bool:
-        """Take over a sequence in its batch slot, with the tokens that it has; returns whether it wants a form.
+        """Register a sequence under its batch slot, with its tokens so far; returns whether it has structured output.
 
-        After a preemption and after a step that broke off, every sequence is admitted again: its matcher is made anew
-        from the tokens that are certain.
+        After a preemption or a broken step every sequence is admitted again, and gets a new matcher from its certain
+        tokens.
         """
         form, answer = sequence.request.params.structured_outputs, None
         if form is not None:
@@ -94,14 +94,14 @@ class Constraints:
         return form is not None
 
     def shorten(self, sequence: BatchSequence, draft: list[int]) -> None:
-        """End the draft of a sequence where its grammar forbids it, when all tokens are on the host."""
+        """Cut the draft of a sequence before its first forbidden token; all tokens must be on the host."""
         answer = self._answers[sequence.batch_slot]
         if answer is not None and isinstance(answer.matcher, Matcher):
             self._accept_chosen()
             del draft[answer.matcher.count_allowed(draft) :]
 
     def rewind(self, sequence: BatchSequence) -> None:
-        """Go back to the tokens that a sequence has: those accepted behind them were guesses."""
+        """Roll the grammar back to a sequence's certain tokens: the tokens accepted after them were guesses."""
         self._accept_chosen()
         answer = self._answers[sequence.batch_slot]
         if answer is None or answer.sequence is not sequence or not isinstance(answer.matcher, Matcher):
@@ -129,13 +129,13 @@ class Constraints:
         Args:
             logits: `[rows, vocab]`, of the model.
             ids: int64 `[rows]`.
-            rows: what they ask of the sampler.
-            batch_slots: of the rows, on the host; a sequence with a draft has a row more for each guess.
-            choose: the sampler, which counts nothing.
-            penalise: where a row has penalties. They come before the mask, so that none raises a forbidden token.
+            rows: the rows' sampling parameters.
+            batch_slots: of the rows, on the host; a sequence with a draft has one more row per guess.
+            choose: the sampler, without updating counts.
+            penalise: given if a row has penalties. They come before the mask, so that none can raise a forbidden token.
 
         Returns:
-            why a sequence has no token, by its first row.
+            the error of each sequence that has no token, by its first row.
         """
         firsts = np.flatnonzero(np.diff(batch_slots, prepend=-1))
         counts = np.diff(firsts, append=len(batch_slots)).tolist()
@@ -166,7 +166,7 @@ class Constraints:
     def fill_masks(
         self, constrained: list[tuple[Answer, int]]
     ) -> tuple[list[tuple[Answer, int, list[int]]], np.ndarray, dict[int, GrammarError]]:
-        """Fill the masks of answers with this many rows each, of which all but the first have run a guess.
+        """Fill the masks of answers with the given numbers of rows; all rows but an answer's first have run a guess.
 
         Returns:
             each answer with its first row and its draft; the masks, `[rows, words]`; errors by the first row.
@@ -179,12 +179,12 @@ class Constraints:
         masks = np.full((num_rows, self.grammars.num_words), -1, np.int32)
         errors = self._masks.fill([(answer.matcher, row, draft) for answer, row, draft in answers], masks)
         for (_, row, draft), (_, count) in zip(answers, constrained, strict=True):
-            # Rows past the last token that a sequence may have repeat the row of that one.
+            # Rows past a sequence's last possible token repeat the row of that token.
             masks[row + 1 + len(draft) : row + count] = masks[row + len(draft)]
         return answers, masks, errors
 
     def _keep(self, answers: list[tuple[Answer, int, list[int]]], chosen: Tensor) -> None:
-        """Start the copy of the tokens that were chosen to the host."""
+        """Start the copy of the chosen tokens to the host."""
         if self._device.type != "cuda":
             self._chosen = answers, chosen, None
             return
@@ -195,7 +195,7 @@ class Constraints:
         self._chosen = answers, host, arrived
 
     def _accept_chosen(self) -> None:
-        """Wait for the tokens that were chosen last, and let the grammars go on by them."""
+        """Wait for the tokens that were chosen last, and advance the grammars by them."""
         if self._chosen is None:
             return
         (answers, ids, arrived), self._chosen = self._chosen, None
@@ -204,7 +204,7 @@ class Constraints:
         self.accept(answers, ids.tolist())
 
     def accept(self, answers: list[tuple[Answer, int, list[int]]], token_ids: list[int]) -> None:
-        """Let each grammar go on by the token of its answer's first row, and of rows behind right guesses."""
+        """Advance each grammar by the token of its answer's first row, and of the rows after right guesses."""
         for answer, row, draft in answers:
             tokens = [token_ids[row]]
             while len(tokens) <= len(draft) and draft[len(tokens) - 1] == tokens[-1]:
@@ -221,8 +221,9 @@ def forbid(logits: Tensor, bits: Tensor, powers: Tensor) -> Tensor:
         powers: uint8 `[8]`, 1, 2, 4, …, 128.
 
     Returns:
-        a new `[rows, vocab]`. The lowest score is not -inf: kernels subtract the highest score of a part of the row,
-        which may be forbidden as a whole. That of float16 is not low enough: at a high temperature noise outdoes it.
+        a new `[rows, vocab]`. The lowest score is not -inf, because kernels subtract the highest score of a part of the
+        row, and a whole part may be forbidden. float16's lowest number is not low enough: at a high temperature the
+        noise exceeds it.
     """
     if logits.dtype == torch.float16:
         logits = logits.float()
@@ -232,12 +233,12 @@ def forbid(logits: Tensor, bits: Tensor, powers: Tensor) -> Tensor:
 
 
 def constrained_sampler(runtime: Runtime, options: BatchingOptions, source: ModelSource, guess: Guess) -> Sampler:
-    """Make a sampler whose requests may ask for a form; `guess` as in `Constraints`."""
+    """Make a sampler with structured output; `guess` as in `Constraints`."""
     grammars = Grammars(source, runtime.config.vocab_size)
     return make_sampler(runtime, options, Constraints(grammars, options.max_num_seqs, runtime.device, guess))
 
 
 def constraints_of(sampler: Sampler) -> Constraints:
-    """Return the part that `constrained_sampler` gave to a sampler."""
+    """Return the constraints of a sampler that `constrained_sampler` made."""
     assert isinstance(sampler.constraints, Constraints)
     return sampler.constraints

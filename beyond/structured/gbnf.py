@@ -1,13 +1,12 @@
-"""GBNF, the grammars of llama.cpp, written in the library's language: rules of words, and words that are expressions.
+"""Translate GBNF, llama.cpp's grammars, into the library's language: rules over words, words as expressions.
 
     root  ::= "(" root ")" | name
     name  ::= [a-z]+
 
-GBNF knows characters alone. The library reads a text in two layers, as compilers do: a lexer cuts it into *words*, each
-as long as it can be, and a parser puts the words together. So what contains no rule that contains itself becomes one
-word, which costs least and is exact. Between two words, the first may swallow the beginning of the second, as that of
-`name "s"`, which is a letter. Where that can happen, the longer word is taken apart, in the end into single characters,
-which swallow nothing.
+GBNF knows only characters. The library reads a text in two layers, as compilers do: a lexer cuts it into *words*, each
+as long as possible, and a parser combines the words. So every part without recursion becomes one word, which is exact
+and costs least. But a word may swallow the beginning of the next: in `name "s"` the name swallows the s. Where this can
+happen, the longer word is split, if necessary into single characters, which swallow nothing.
 
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
@@ -22,7 +21,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 MOST_WRITTEN = 1 << 20  # characters of a word
-MOST_POSITIONS = 400  # of a word that is compared with others; a longer repetition counts as an endless one
+MOST_POSITIONS = 400  # of a word in comparisons; a longer repetition counts as endless
 HIGHEST = 0x10FFFF
 ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 TOKEN = re.compile(
@@ -38,7 +37,7 @@ Ranges = tuple[tuple[int, int], ...]  # first and last code points, in order
 
 
 class GbnfError(ValueError):
-    """A grammar that cannot be had; the message has the place."""
+    """An error in a grammar; the message has the position."""
 
 
 class Node(NamedTuple):
@@ -58,7 +57,7 @@ class Token(NamedTuple):
 
 
 def gbnf_to_lark(text: str) -> str:
-    """Write a GBNF grammar in the library's language.
+    """Translate a GBNF grammar into the library's language.
 
     Raises:
         GbnfError: it is wrong, never ends, or cannot be cut into words; the message says where.
@@ -70,7 +69,7 @@ def gbnf_to_lark(text: str) -> str:
 
 
 def place(text: str, at: int) -> str:
-    """Say where a position is."""
+    """Return the line and column of a position."""
     line = text.count("\n", 0, at) + 1
     return f"line {line}, column {at - text.rfind(chr(10), 0, at)}"
 
@@ -113,11 +112,11 @@ class Reader:
                 wrong = self.tokens[self.next]
                 raise self.error(f"a rule such as `root ::= …` is expected, not {wrong.text!r},", wrong.at)
             if name.text in rules:
-                raise self.error(f"the rule {name.text!r} is there twice, again", name.at)
+                raise self.error(f"the rule {name.text!r} is defined twice, again", name.at)
             self.take("::=")
             rules[name.text] = self.either(name.at)
         if "root" not in rules:
-            raise self.error("no rule is named root, by which an answer begins,", 0)
+            raise self.error("no rule is named root, where an answer begins,", 0)
         for rule in rules.values():
             for node in walk(rule):
                 if node.kind == "name" and node.parts[0] not in rules:
@@ -161,7 +160,7 @@ class Reader:
         return least, most
 
     def characters(self, token: Token) -> list[tuple[str, int, bool]]:
-        """Return the characters between quotes or brackets, with their place, and whether they were escaped."""
+        """Return the characters between quotes or brackets, with their positions, and whether they were escaped."""
         found = []
         for match in ESCAPE.finditer(token.text, 1, len(token.text) - 1):
             number, at = match[1] or match[2] or match[3], token.at + match.start()
@@ -214,7 +213,7 @@ def meet(a: Ranges, b: Ranges) -> bool:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """Yield a node and all inside."""
+    """Yield a node and all nodes inside it."""
     yield node
     for part in node.parts:
         if isinstance(part, Node):
@@ -223,14 +222,14 @@ def walk(node: Node) -> Iterator[Node]:
 
 @dataclass
 class Word:
-    """What the lexer cuts out: an expression, and the automaton of its positions (Glushkov, 1961)."""
+    """A word of the lexer: an expression, and the automaton of its positions (Glushkov, 1961)."""
 
     written: str
     node: Node
     chars: list[Ranges] = field(default_factory=list)  # at each position
     first: set[int] = field(default_factory=set)  # positions where it may begin, and where it may end
     last: set[int] = field(default_factory=set)
-    follow: list[set[int]] = field(default_factory=list)  # positions behind each
+    follow: list[set[int]] = field(default_factory=list)  # positions after each
 
 
 class Ends(NamedTuple):
@@ -242,7 +241,7 @@ class Ends(NamedTuple):
 
 
 class _Writer:
-    """Writes rules, once they are read.
+    """Writes the rules of a grammar in the library's language.
 
     Args:
         text: of the grammar, for places.
@@ -253,20 +252,20 @@ class _Writer:
         self.text, self.rules = text, rules
         self.words: list[Word] = []
         self.numbers: dict[str, int] = {}  # of words, by what is written
-        self.apart: set[Node] = set()  # what is no word as a whole, because it would swallow others
+        self.apart: set[Node] = set()  # nodes that are not one word, because they would swallow others
         self.used = self._reach("root")
         self._check_ends()
         self.recursive = {
             name for name in self.used if name in set().union(*map(self._reach, self._names(rules[name])))
         }
         grown = True
-        while grown:  # those that lead to such a rule, too
+        while grown:  # and rules that lead to such a rule
             more = {n for n in self.used - self.recursive if self._names(rules[n]) & self.recursive}
             self.recursive |= more
             grown = bool(more)
 
     def lark(self) -> str:
-        # Each rule has a name of its own, which no two of the grammar's can share.
+        # Each rule gets a new, unique name.
         order = ["root", *sorted(self.recursive - {"root"})]
         names = self.names = {name: f"r{i}" for i, name in enumerate(order)} | {"root": "start"}
         while True:
@@ -293,7 +292,7 @@ class _Writer:
         return found
 
     def _check_ends(self) -> None:
-        """Refuse a rule that needs itself inside, without end."""
+        """Refuse a rule that contains itself without end."""
         ending: set[str] = set()
 
         def ends(node: Node) -> bool:
@@ -315,7 +314,7 @@ class _Writer:
         return node not in self.apart and not self._names(node) & self.recursive
 
     def _in_words(self, node: Node) -> Node:
-        """Put `word` nodes in place of what contains no rule that contains itself."""
+        """Replace the parts without recursion by `word` nodes."""
         if self._is_word(node):
             return self._word(node)
         if node.kind == "name":
@@ -330,7 +329,7 @@ class _Writer:
         return node._replace(parts=tuple(map(self._in_words, parts)))
 
     def _word(self, node: Node) -> Node:
-        """Return the node of a word; one that may be empty is there or not."""
+        """Return the node of a word; a word that may be empty becomes optional."""
         written = self._expression(node)
         if written not in self.numbers:
             word = Word(written, node)
@@ -401,7 +400,7 @@ class _Writer:
     # ---- can a word swallow the next one? ------------------------------------------------------------------------
 
     def _find_greedy(self, bodies: dict[str, Node]) -> Word | None:
-        """Return a word that the lexer would go on with where the grammar may want a shorter one."""
+        """Return a word that the lexer would continue where the grammar may need a shorter one."""
         rules: dict[str, Ends] = {name: Ends(False, set(), set()) for name in bodies}
         behind: list[set[int]] = [set() for _ in self.words]
 
@@ -454,7 +453,7 @@ def _either(parts: Sequence[Ends]) -> Ends:
 
 
 def _then(parts: Sequence[Ends], follow: list[set[int]]) -> Ends:
-    """Put parts one behind another, and note what may follow what."""
+    """Concatenate parts, and record which positions may follow which."""
     whole = Ends(True, set(), set())
     for part in parts:
         for i in whole.last:

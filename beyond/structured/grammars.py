@@ -1,11 +1,11 @@
-"""Grammars: what a request wants its answer to look like, compiled by a library, once per form and beside the steps.
+"""Grammars: the constraints of structured output, compiled by a library in a thread, once per constraint.
 
-A *grammar* says which texts are answers. A *matcher* is at one point of one text of a grammar, and accepts the token
-that came. `Masks` fills in which tokens may come next, of all answers of a step. The library is llguidance, which reads
-all forms (JSON schema, regular expression, grammar), reports what it cannot do, and works without Python's lock. Only
-this file knows it: another one would be another `Matcher`, another `Masks` and another `compile_form`.
+A *grammar* says which texts are answers. A *matcher* is the state of one answer in its grammar, and advances by each
+accepted token. `Masks` computes which tokens may come next, for all answers of a step. The library is llguidance, which
+reads all kinds of constraints (JSON schema, regular expression, grammar), reports what it does not support, and works
+without Python's lock. Only this file uses it: another library would need another `Matcher`, `Masks` and `compile_form`.
 
-Compiling takes milliseconds to seconds, so a thread does it. A request waits for its own form; the batch for none.
+Compiling takes milliseconds to seconds, so a thread does it. A request waits for its constraint; the batch does not.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from stage_e_batching.step import BatchSequence
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-MOST_CHARACTERS = 1 << 16  # of a form
-MOST_FORMS = 256  # compiled ones that are kept
-COMPILE_SECONDS = 10.0  # that a request waits for its form
-# Between two tokens of JSON: a space, or a new line and an indentation. Where any is allowed, a model may never end.
+MOST_CHARACTERS = 1 << 16  # of a constraint
+MOST_FORMS = 256  # compiled constraints to keep
+COMPILE_SECONDS = 10.0  # that a request waits for its constraint
+# Between two tokens of JSON: a space, or a new line and an indentation. With unlimited space a model may never end.
 WHITE_SPACE = r" |\n {0,8}"
 POLL_SECONDS = 0.01
-# Of Lark: a text, a remark, an expression, a mark by name.
+# Lark's tokens: a string, a comment, a regular expression, a special token by name.
 LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\[\]\s]+>')
 
 
 class Matcher:
-    """One answer's point in its grammar.
+    """The state of one answer in its grammar.
 
     Args:
-        state: the library's, which belongs to this matcher from here on.
+        state: the library's; this matcher takes ownership.
     """
 
     def __init__(self, state: LLMatcher) -> None:
         self.state = state
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Go on by tokens, to the end of the answer; what comes behind it is ignored. Returns by how many."""
+        """Advance by tokens, up to the end of the answer; ignores tokens after it. Returns the number accepted."""
         for i, token_id in enumerate(token_ids):
             if self.state.is_stopped():
                 return i
@@ -67,7 +67,7 @@ class Matcher:
         return len(token_ids)
 
     def roll_back(self, num_tokens: int) -> bool:
-        """Take tokens back that were accepted last; returns False where that cannot be done."""
+        """Undo the last accepted tokens; returns False if that is not possible."""
         return not self.state.is_error() and (num_tokens == 0 or self.state.rollback(num_tokens))
 
     def count_allowed(self, token_ids: list[int]) -> int:
@@ -79,7 +79,7 @@ class Masks:
     """Fills the masks of many answers at once, on several cores and without Python's lock.
 
     Args:
-        num_threads: of the library's own; more than there are cores gain nothing.
+        num_threads: the library's threads; more than the number of cores gain nothing.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -95,12 +95,12 @@ class Masks:
         """Write which tokens may come next: bit i % 32 of word i // 32 is 1 if token i may.
 
         Args:
-            answers: matcher, its row, and a draft of its next tokens. The row behind that of a guess has the mask of
-                the token that would follow; behind a guess that is forbidden, rows stay as they are.
+            answers: matcher, its row, and a draft of its next tokens. The row after a guess gets the mask of the token
+                that would follow the guess; rows after a forbidden guess are not written.
             masks: int32 `[rows, ceil(vocab / 32)]`, contiguous.
 
         Returns:
-            why an answer cannot go on, by its row: its grammar has become too complex, or allows no token.
+            the errors by row, of answers whose grammar has become too complex or allows no token.
         """
         plain = [(matcher.state, row) for matcher, row, draft in answers if not draft]
         drafts = [(matcher.state, row, draft) for matcher, row, draft in answers if draft]
@@ -119,23 +119,23 @@ class Masks:
 
 
 class Compiled(NamedTuple):
-    """A form, ready for answers."""
+    """A compiled constraint."""
 
-    start: LLMatcher  # at the beginning of an answer; to be copied
-    check: Check  # of the text of an answer that has ended
+    start: LLMatcher  # at the beginning of an answer; copy it
+    check: Check  # checks the text of a finished answer
 
 
 class Grammars:
-    """The compiled forms of one model.
+    """The compiled constraints of one model.
 
     Args:
         source: the model, for its tokenizer.
-        vocab_size: of its logits. Ids past those of the tokenizer are never allowed.
+        vocab_size: of its logits. Ids past the tokenizer's are never allowed.
     """
 
     def __init__(self, source: ModelSource, vocab_size: int) -> None:
         self._source, self._vocab_size = source, vocab_size
-        self.num_words = -(-vocab_size // 32)  # int32 of a mask
+        self.num_words = -(-vocab_size // 32)  # int32 words of a mask
         self._compiled: OrderedDict[StructuredOutputs, Future[Compiled]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -152,7 +152,7 @@ class Grammars:
         return library_tokens(self._tokenizer, self._vocab_size, eos_token_ids(self._source, self._tokenizer))
 
     def compile(self, form: StructuredOutputs) -> Future[Compiled]:
-        """Have a form compiled, unless it is; returns its beginning, or the `GrammarError` that it is refused with."""
+        """Compile a constraint in the thread, once; the future has the result, or the `GrammarError`."""
         with self._lock:
             found = self._compiled.get(form)
             if found is None:
@@ -166,7 +166,7 @@ class Grammars:
         """Return a matcher at the beginning of an answer.
 
         Raises:
-            GrammarError: the form is wrong, cannot be satisfied, or takes too long to compile.
+            GrammarError: the constraint is wrong, cannot be satisfied, or takes too long to compile.
         """
         try:
             return Matcher(self.compile(form).result(COMPILE_SECONDS).start.deep_copy())
@@ -175,7 +175,7 @@ class Grammars:
             raise GrammarError(f"structured_outputs: the {form.kind} {took}") from None
 
     def error_of(self, completion: Completion) -> GrammarError | None:
-        """Return why the text of an answer that has stopped is none of its form; None if it is one."""
+        """Return why the text of a stopped answer violates its constraint; None if it does not."""
         form = completion.request.params.structured_outputs
         if form is None or completion.finish_reason != "stop":
             return None
@@ -183,12 +183,12 @@ class Grammars:
         if not reason:
             return None
         ended = completion.all_token_ids[-1] in self._tokens.eos_tokens
-        by = "" if ended else "; stop or stop_token_ids ended it inside the form"
-        return GrammarError(f"structured_outputs: the answer is not what the {form.kind} asks for ({reason}){by}")
+        by = "" if ended else "; stop or stop_token_ids ended it too early"
+        return GrammarError(f"structured_outputs: the answer does not match the {form.kind} ({reason}){by}")
 
     def _compile(self, form: StructuredOutputs) -> Compiled:
         state, grammar = compile_form(form, self._tokens, self._tokenizer.get_added_vocab())
-        # The first masks make most of the library's tables: not in a step, but here.
+        # The first masks build most of the library's tables: do it here, not in a step.
         trial, mask = state.deep_copy(), np.zeros(self.num_words, np.int32)
         trial.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
@@ -206,14 +206,14 @@ class Grammars:
 def compile_form(
     form: StructuredOutputs, tokens: LLTokenizer, marks: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[LLMatcher, str]:
-    """Compile a form with the library; returns the beginning of an answer, and the library's grammar.
+    """Compile a constraint with the library; returns an answer's first state, and the library's grammar.
 
     Args:
         tokens: of the model, as `library_tokens` describes them.
-        marks: ids of added tokens, which a grammar may name, as in `<|im_end|>`.
+        marks: ids of added tokens, such as `<|im_end|>`, which a grammar may name.
 
     Raises:
-        GrammarError: it is wrong or too large, or the library has no support for it or reads it wrongly.
+        GrammarError: it is wrong or too large, or the library does not support it or misreads it.
     """
     from llguidance import LLMatcher
 
@@ -224,7 +224,7 @@ def compile_form(
         grammar = write_grammar(form, marks)
     except GrammarError:
         raise
-    except Exception as error:  # what the library's readers of texts raise is not documented
+    except Exception as error:  # the library does not document what its parsers raise
         raise _cannot_compile(form, _first_line(error)) from None
     state = LLMatcher(tokens, grammar, log_level=0)
     if state.is_error():
@@ -233,7 +233,7 @@ def compile_form(
 
 
 def write_grammar(form: StructuredOutputs, marks: Mapping[str, int]) -> str:
-    """Write a form in the library's language, or raise `GrammarError` or what the library raises."""
+    """Translate a constraint into the library's language; raises `GrammarError` or the library's errors."""
     from llguidance import LLMatcher
 
     if form.kind in ("json", "json_object"):
@@ -256,10 +256,10 @@ def write_grammar(form: StructuredOutputs, marks: Mapping[str, int]) -> str:
 
 
 def as_lark(text: str, marks: Mapping[str, int]) -> str:
-    """Write a grammar in the library's dialect of Lark: one in GBNF, or in Lark with its marks by number.
+    """Translate a grammar, GBNF or Lark, into the library's dialect of Lark, with special tokens by number.
 
     Raises:
-        GbnfError, PatternError: it cannot be had; the message says where.
+        GbnfError, PatternError: it is not valid; the message says where.
     """
     if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
         return gbnf_to_lark(text)
@@ -279,7 +279,7 @@ def as_lark(text: str, marks: Mapping[str, int]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Write a text as a regular expression of the library's; every character has a number, some have a meaning."""
+    """Escape a text as a regular expression for the library."""
     return "".join(c if c.isalnum() else rf"\u{{{ord(c):x}}}" for c in text)
 
 
@@ -294,7 +294,7 @@ def _refused(form: StructuredOutputs, pointer: str, reason: str) -> GrammarError
 
 
 def _reason(state: LLMatcher) -> str:
-    """What the library says, without the dump of its state."""
+    """Return the library's error without the dump of its state."""
     return _first_line(state.get_error()) or state.stop_reason()
 
 
@@ -304,10 +304,10 @@ def _first_line(error: Any) -> str:
 
 
 class WhenCompiled:
-    """The order of arrival, without the requests whose forms are still being compiled.
+    """The order of arrival, without the requests whose constraints are still being compiled.
 
     Args:
-        grammars: compile them.
+        grammars: compile the constraints.
     """
 
     def __init__(self, grammars: Grammars) -> None:
@@ -317,7 +317,7 @@ class WhenCompiled:
         """Return the first `limit` waiting sequences that can be admitted."""
         compiling: list[Future[Compiled]] = []
         found = list(islice((s for s in waiting if self._is_ready(s, compiling)), limit))
-        if compiling and not found and not manager.num_used:  # nothing else to do
+        if compiling and not found and not manager.num_used:  # nothing else can run
             wait(compiling, POLL_SECONDS, "FIRST_COMPLETED")
         return found
 

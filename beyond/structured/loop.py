@@ -1,10 +1,10 @@
 """Constrained decoding: an automaton says which characters may follow, and a mask which tokens may.
 
-A program that reads `{"stage": "D"}` cannot read *Stage D teaches paging*. A prompt can ask for the form; a mask on the
-scores enforces it. The pattern `no|yes` allows n and y first; after y it allows e. Such states and steps are an
-automaton. A token is several characters, so walk every token of the vocabulary through it: *n*, *y* and *yes* get
-through, *you* does not, and its score becomes -inf. The end-of-sequence token is allowed where the pattern may end. A
-state is written here as the pattern that is still to come (Brzozowski, 1964): of `no|yes`, after y, `es`.
+A program that reads `{"stage": "D"}` cannot read *Stage D teaches paging*. A prompt can ask for the format; a mask on
+the scores enforces it. The pattern `no|yes` allows n and y first; after y it allows e. Such states and steps are an
+automaton. A token has several characters, so walk every token of the vocabulary through the automaton: *n*, *y* and
+*yes* get through, *you* does not, and its score becomes -inf. The end-of-sequence token is allowed where the pattern
+may end. A state is written here as the rest of the pattern (Brzozowski, 1964): for `no|yes`, after y, it is `es`.
 """
 
 import re
@@ -20,7 +20,7 @@ from stage_a_naive.loop import encode
 QUESTIONS = "What is a KV cache?", "What is prefill?", "What is a block table?", "什么是 KV cache？"
 PATTERN, MOST_TOKENS = r'\{"stage": "[A-F]", *"cached": (true|false)\}', 60
 FREE, CONSTRAINED = False, True
-DEAD, DONE = ("dead",), ("done",)  # no text can follow; nothing needs to
+DEAD, DONE = ("dead",), ("done",)  # no text can match any more; the match is complete
 
 
 def then(a: tuple, b: tuple) -> tuple:
@@ -67,7 +67,7 @@ def after(state: tuple, char: str) -> tuple:
 
 @cache
 def mask(state: tuple, texts: tuple, eos_id: int) -> torch.Tensor:
-    """Which tokens may come next, `[vocab]`: those whose characters all may, and the end where the pattern may end."""
+    """Return which tokens may come next, `[vocab]`; the end-of-sequence token where the pattern may end."""
     allowed = [text != "" and reduce(after, text, state) != DEAD for text in texts]
     return torch.tensor([*allowed[:eos_id], may_end(state), *allowed[eos_id + 1 :]])
 

@@ -1,11 +1,11 @@
-"""Regular expressions that two readers agree on: the library, which masks tokens, and `regex`, which checks answers.
+"""Accept only regular expressions on which two readers agree: the library's masks and Python's `regex`.
 
-The library reads Rust's dialect, whose character classes know operations on sets: in `[a&&b]` Rust sees what is in both
-classes, which is nothing, and Python three characters. What the two would read differently is refused with its
-position. What one of them does not know at all is refused by that one.
+The library reads Rust's dialect, whose character classes have set operations: for Rust `[a&&b]` is the intersection of
+two classes, which is empty, and for Python a class of three characters. Expressions that the two would read differently
+are refused with the position. Syntax that one of them does not know, that reader refuses.
 
-`regex` is Python's `re` with a limit on time: an expression such as `(a|aa)*b` takes both exponentially long. Where it
-finds no match, `re` has the last word: `regex` reads `([^a]|[^b])*` as a class that leaves both out.
+`regex` is like Python's `re` with a time limit: an expression such as `(a|aa)*b` takes both exponentially long. If it
+finds no match, `re` decides, because `regex` misreads `([^a]|[^b])*` as a class that excludes both.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import re
 
 import regex
 
-SECONDS = 0.5  # that a check of an answer may take
-NOT_QUOTED = r"\x01"  # a character that no string of the library's JSON has
-# In order: an escape; the beginning of a class; what repeats; flags; any other character.
+SECONDS = 0.5  # time limit of a check
+NOT_QUOTED = r"\x01"  # a character that the library's JSON strings never contain
+# In order: an escape; the beginning of a class; a repetition; flags; any other character.
 PARTS = re.compile(r"\\.|\[\^?\]?|[*+?]\??\+|\{\d+(,\d*)?\}\+|\(\?[a-zA-Z-]+\)|.", re.DOTALL)
 IN_CLASS = re.compile(r"\\.|\[:\^?\w+:\]|\[|&&|--|~~|\]|.", re.DOTALL)
 
 
 class PatternError(ValueError):
-    """A regular expression that cannot be had; the message has the position."""
+    """A regular expression that is not supported; the message has the position."""
 
 
 def matches(pattern: str, text: str, whole: bool = False) -> bool:
@@ -36,15 +36,15 @@ def matches(pattern: str, text: str, whole: bool = False) -> bool:
         return True
     try:
         return getattr(re, how)(pattern, text) is not None
-    except re.error:  # it does not know `\p{L}`, for one
+    except re.error:  # `re` does not know `\p{L}`, for example
         return False
 
 
 def check_pattern(pattern: str) -> None:
-    """Look at an expression before it is used.
+    """Check an expression before it is used.
 
     Raises:
-        PatternError: it is wrong, or would be read in two ways.
+        PatternError: it is wrong, or ambiguous between the two readers.
     """
     scan(pattern)
     try:
@@ -54,10 +54,10 @@ def check_pattern(pattern: str) -> None:
 
 
 def scan(pattern: str) -> str:
-    """Look for what is read in two ways; return the expression for strings of JSON, where `[^"]` forbids the quote too.
+    """Refuse ambiguous syntax; return the expression for JSON strings, where `[^"]` also forbids the quote.
 
-    In a class that has all control characters, the library allows every escape, also that of a character which the
-    class leaves out. With one control character less, which no answer can have anyway, it looks at each escape.
+    In a class with all control characters the library allows every escape, even of a character that the class excludes.
+    Without one control character, which no answer can contain anyway, it checks each escape.
 
     Raises:
         PatternError: as in `check_pattern`.

@@ -1,7 +1,7 @@
-"""Schemas on arrival: what the library reads wrongly is refused, with its place, and what it need not know is left out.
+"""Prepare schemas on arrival: refuse what the library misreads, with its place, and drop what it need not know.
 
-A place is a JSON pointer (RFC 6901) such as `/properties/price/items`. The library itself says what it refuses and not
-where, so its place is found by trying the parts.
+A place is a JSON pointer (RFC 6901) such as `/properties/price/items`. The library reports what it refuses but not
+where, so the place is found by trying the parts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from beyond.structured.answers import FORMATS, schema_error
 from beyond.structured.patterns import PatternError, check_pattern, scan
 from beyond.structured.tokens import byte_tokens
 
-MOST_TRIALS = 500  # of parts; in a larger schema the place may be a part around the one to blame
+MOST_TRIALS = 500  # of parts; in a larger schema the reported place may be an outer part
 DEFINITIONS = ("$defs", "definitions")
-NAMED = (*DEFINITIONS, "properties", "patternProperties")  # keywords whose value has schemas by name
+NAMED = (*DEFINITIONS, "properties", "patternProperties")  # keywords whose value maps names to schemas
 LISTED_OR_ONE = ("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalProperties", "additionalItems")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-LARGEST = 2**53  # the library's numbers are doubles: above, they are not every integer
-MOST_DIGITS = 15  # of a fraction that a double keeps
-# Strings with one spelling: `\u0061` would be another one of a name that the schema has a rule for.
+LARGEST = 2**53  # the library's numbers are doubles, which skip integers above this
+MOST_DIGITS = 15  # of a fraction that a double represents
+# Allow one spelling per string: `\u0061` would be a second spelling of a name that the schema has a rule for.
 ESCAPES = r"nrbtf\""
-NEEDS_NUMBERS = re.compile(r"\\u00(?:[01]|7f)")  # a schema with control characters, which have no other spelling
+NEEDS_NUMBERS = re.compile(r"\\u00(?:[01]|7f)")  # control characters, which have no other spelling
 
 Schema = Mapping[str, Any]
 
@@ -38,10 +38,10 @@ class Refused(NamedTuple):
 
 
 def prepare(schema: Schema, white_space: str = " ") -> dict[str, Any] | Refused:
-    """Write a schema as the library is to read it, or say which part is wrong, or would be read wrongly.
+    """Rewrite a schema for the library, or return the part that is wrong or would be misread.
 
-    Three things are left out, and left to the check of the finished answer: items that must be unique, formats that are
-    remarks, and (an option of the library) that only one part of `oneOf` may hold.
+    Three rules are dropped and left to the check of the finished answer: unique items, formats that are annotations,
+        and (by an option of the library) that only one part of `oneOf` may hold.
     """
     wrong = schema_error(schema)
     if wrong is not None:
@@ -94,7 +94,7 @@ def _check_patterns(part: Schema) -> str | None:
 
 
 def _check_bounds(part: Schema) -> str | None:
-    """Try the excluded bounds: between an integer and a fraction near it, the library takes one for a value."""
+    """Test the exclusive bounds: between an integer and a fraction near it, the library may accept a bound."""
     bounds = {name: part[name] for name in BOUNDS if name in part}
     excluded = [value for name, value in bounds.items() if name.startswith("exclusive") and type(value) in (int, float)]
     if not excluded:
@@ -116,8 +116,9 @@ CHECKS: tuple[Callable[[Schema], str | None], ...] = (_check_numbers, _check_pat
 def _first_endless(schema: Schema, parts: Mapping[str, Schema]) -> str | None:
     """Find a reference to a schema whose values never end: `a` needs an `a` inside.
 
-    A schema has finite values if those that it needs have. So begin with those that need none, and go on until no
-    other one is found. Compare with what is left if every reference is believed: the difference is endless.
+    A schema has finite values if all schemas that it needs have finite values. So begin with schemas that need no
+    other, and repeat until no more are found. Compare with the result if every reference is assumed to have values: the
+    difference is endless.
     """
     known, finite = set(map(id, parts.values())), set[int]()
 
@@ -162,7 +163,7 @@ def _first_endless(schema: Schema, parts: Mapping[str, Schema]) -> str | None:
 
 
 def _target(schema: Schema, reference: str) -> Any:
-    """Return what a reference inside a schema names; True for what cannot be found, which the library refuses."""
+    """Return the target of a reference inside a schema; True if there is none, which the library refuses."""
     found: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -193,7 +194,7 @@ def _written(value: Any) -> Any:
 
 
 def first_refused(schema: Schema) -> Refused | None:
-    """Find the smallest part that is refused for the reason that the whole schema is; None if the whole is not."""
+    """Find the smallest part that is refused for the same reason as the whole schema; None if it is not refused."""
     prepared = prepare(schema)
     if isinstance(prepared, Refused):
         return prepared
@@ -221,7 +222,7 @@ def _refusal(schema: Schema) -> str:
 
 
 def _parts(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas right inside a schema, and where they are."""
+    """Yield the schemas directly inside a schema, and their places."""
     for keyword in (*NAMED, *LISTED_OR_ONE):
         value = schema.get(keyword)
         if isinstance(value, list):

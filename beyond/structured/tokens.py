@@ -1,10 +1,10 @@
-"""The tokens of a model as the library of grammars is told them: a form is made of text, never of marks.
+"""Describe a model's tokens to the grammar library: constraints consist of text, never of special tokens.
 
-A tokenizer has two kinds of tokens. Those of its vocabulary are pieces of text. *Added tokens* such as `<|im_end|>` are
-marks with an id of their own, and a tokenizer writes that id wherever it meets their text. In a form, `<|im_end|>` is
-text that the answer shall have. Written as the mark, it would end the answer or vanish from its text. So the library
-is told other names for the marks, which no form has: it spells their text with ordinary tokens. A grammar can still ask
-for a mark by its number, as in `<[2]>`.
+A tokenizer has two kinds of tokens. Vocabulary tokens are pieces of text. *Added tokens* such as `<|im_end|>` are
+special: a tokenizer writes their single id wherever their text appears. In a constraint, `<|im_end|>` is text that the
+answer should contain. Written as the special token, it would end the answer or vanish from its text. So the library
+gets other names for added tokens, which no constraint contains, and spells their text with ordinary tokens. A grammar
+can still ask for an added token by its number, as in `<[2]>`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stage_a_naive.contract.structured_outputs import GrammarError
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}  # of Unicode; a normalizer would write other bytes than a form's
+NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}  # of Unicode; a normalizer would change the constraint's bytes
 UNUSED = "\U0010fffd"  # a character of private use
 
 
@@ -55,7 +55,7 @@ def library_tokens(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids:
     model = described["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(text, text): i for text, i in model["vocab"].items()}
-    else:  # of Unigram: pairs of a text and its score
+    else:  # Unigram: pairs of a text and its score
         model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
     return LLTokenizer(json.dumps(described), n_vocab=vocab_size, eos_token=ends)
 
@@ -70,7 +70,7 @@ def _without_normal_forms(normalizer: dict[str, Any] | None) -> dict[str, Any] |
 
 
 def _keep(described: dict[str, Any], vocab_size: int) -> None:
-    """Take the tokens out that the model has no logits for."""
+    """Remove the tokens that the model has no logits for."""
     model = described["model"]
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < vocab_size]
     if not isinstance(model["vocab"], dict):
@@ -85,7 +85,7 @@ def _keep(described: dict[str, Any], vocab_size: int) -> None:
 
 @cache
 def byte_tokens() -> LLTokenizer:
-    """Make a vocabulary of the 256 bytes and an end, to spell texts in."""
+    """Make a vocabulary of the 256 bytes and an end token, to spell texts."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_Bytes()))

@@ -1,14 +1,14 @@
-// Hopper's bulk copy: one thread asks for a run of bytes, the copy engine brings it to shared memory, and an mbarrier
-// counts the bytes that arrived. No register holds the data on its way, so a block can have its whole shared memory in
-// flight. Barriers and destinations are 32-bit addresses of shared memory. PTX ISA, sections "cp.async.bulk" and
-// "mbarrier"; compute capability 9.0 and newer.
+// Hopper's bulk copy: one thread requests a contiguous range of bytes, the copy engine copies it to shared memory, and
+// an mbarrier counts the bytes that arrived. The data pass through no registers, so a block can have its whole shared
+// memory in flight. Barriers and destinations are 32-bit addresses of shared memory. PTX ISA, sections "cp.async.bulk"
+// and "mbarrier"; compute capability 9.0 and newer.
 #pragma once
 
 #include <cstdint>
 
 namespace six_engines {
 
-// The block's dynamic shared memory, as much as the launch asked for.
+// The block's dynamic shared memory, of the size given at the launch.
 __device__ __forceinline__ unsigned char* shared_memory() {
   extern __shared__ __align__(128) unsigned char smem[];
   return smem;
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// One phase of the barrier ends when this many threads have arrived and all the bytes that they announced are there.
+// A phase of the barrier ends when this many threads have arrived and all bytes that they announced have arrived too.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t arriva
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Arrives, and announces bytes that copies will bring.
+// Arrives, and announces the bytes of the following copies.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* sour
                : "memory");
 }
 
-// The same for bytes that L2 keeps or drops as `policy` says.
+// The same, with an L2 cache `policy`.
 __device__ __forceinline__ void bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
                                           uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "

@@ -1,6 +1,6 @@
-// Numbers in error messages. They become text here and not in a stream: where the toolchain links a C++ library of its
-// own into an extension, a stream's number formatting would meet torch's library's locale and crash before the error is
-// reported.
+// Numbers in error messages are converted to text here and not by a stream. If the toolchain links another C++ library
+// into an extension, a stream's number formatting would clash with the locale of torch's C++ library and crash before
+// the error is reported.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -23,7 +23,7 @@ __device__ __forceinline__ __half from_float<__half>(float value) { return __flo
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
 
-// Sixteen bytes: the widest load a thread has, 8 half-precision numbers or 4 floats.
+// Sixteen bytes, the widest load of a thread: 8 half-precision numbers or 4 floats.
 template <typename T>
 struct alignas(16) Vec16 {
   static constexpr int kCount = 16 / sizeof(T);

@@ -1,4 +1,5 @@
-// Stands in for the CUDA toolkit's headers: the keywords, types and functions that this course's kernels use, on gpu.h.
+// Replaces the CUDA toolkit's headers: the keywords, types and functions that this course's kernels use, on top of
+// gpu.h.
 #pragma once
 
 #include <cmath>
@@ -174,7 +175,7 @@ inline cudaError_t cudaMemcpy(void* target, const void* source, std::size_t byte
   return std::memcpy(target, source, bytes), cudaSuccess;
 }
 
-// The blocks one after another.
+// Runs the blocks one after another.
 template <typename... Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments,
                              std::size_t shared = 0, cudaStream_t = nullptr, int together = 1) {
@@ -183,7 +184,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
   gpu::run([&] { std::apply(kernel, given); }, grid.x, block.x, shared, together);
   return cudaSuccess;
 }
-// The blocks side by side.
+// Runs the blocks concurrently.
 template <typename... Parameters>
 cudaError_t cudaLaunchCooperativeKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments,
                                         std::size_t shared = 0, cudaStream_t stream = nullptr) {

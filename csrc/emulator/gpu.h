@@ -1,13 +1,13 @@
-// A GPU on one CPU thread, slowly: it shows whether a kernel is right, not how fast it is.
+// An emulator of a GPU on one CPU thread. It is slow: it shows whether a kernel is correct, not how fast it is.
 //
-// Every thread of a block is a fiber (a stack of its own, switched by hand). The scheduler picks a warp at random and
-// runs each of its threads until it has to wait: in an instruction of the whole warp, at a barrier, or for memory. The
-// blocks of an ordinary launch run one after another; those of a cooperative launch run side by side and may wait for
-// each other. Memory is as unkind as a GPU's may be: what a block stores for others (`publish`), and what it copies to
-// its shared memory, is delivered late and in any order. So a kernel whose waits are wrong stops with a reason, or
-// computes something else, for some seed.
+// Every thread of a block is a fiber with its own stack, switched by hand. The scheduler picks a warp at random and
+// runs each of its threads until the thread must wait: in an instruction of the whole warp, at a barrier, or for
+// memory. The blocks of an ordinary launch run one after another; the blocks of a cooperative launch run concurrently
+// and may wait for each other. Memory is as unordered as a GPU's may be: stores for other blocks (`publish`) and copies
+// to shared memory are delivered late and in any order. So a kernel with wrong waits stops with a reason, or gives a
+// wrong result, for some seed.
 //
-// Programs find the CUDA toolkit's headers beside this one, and in common/ and stage_f/ those of csrc/ that are written
+// The CUDA toolkit's headers are in this folder, and common/ and stage_f/ replace the headers of csrc/ that are written
 // in PTX: `c++ -x c++ -U_FORTIFY_SOURCE -Icsrc/emulator -Icsrc kernel.cu`. (With _FORTIFY_SOURCE the C library takes
 // the switch to another stack for an error.) What is missing: ordinary stores and loads of global memory are immediate,
 // a `__shared__` array (except by `shared_memory()`) is one for all blocks, so only ordinary launches can have any, and
@@ -196,7 +196,7 @@ inline void enter_fiber() {
   wait_a_turn();
 }
 
-// Run a fiber until it waits. A function of its own, so that no variable of the caller lives across the jumps.
+// Run a fiber until it waits. This is a separate function, so that no variable of the caller lives across the jumps.
 __attribute__((noinline)) inline void resume(Fiber& fiber) {
   current = &fiber;
   if (_setjmp(scheduler) != 0) return;

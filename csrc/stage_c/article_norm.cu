@@ -1,7 +1,7 @@
 // An exercise: LayerNorm of rows as in the article that this course grew from, with its two bugs. Find them.
 //
-// `python -m stage_c_fused_mlp.first_kernel article_norm` runs it without a GPU, and says which rows are wrong. The
-// step is right in layernorm_mlp.cu: look there last.
+// `python -m stage_c_fused_mlp.first_kernel article_norm` runs it without a GPU, and says which rows are wrong.
+// layernorm_mlp.cu has a correct version: look at it last.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -34,7 +34,7 @@ __global__ void article_norm(const float* x, float* y) {
 }
 
 int main() {
-  // Rows 0 and 1 have the same numbers, -0.3 to 0.3. Those of row 2 are the same again, all 1,000 larger.
+  // Rows 0 and 1 have the same numbers, -0.3 to 0.3. Row 2 has these numbers plus 1,000.
   static float x[kRows * kHidden], y[kRows * kHidden];
   for (int i = 0; i < kRows * kHidden; ++i) x[i] = float(i % kHidden % 7 - 3) / 10 + (i < 2 * kHidden ? 0.0f : 1000.0f);
   float *x_gpu, *y_gpu;

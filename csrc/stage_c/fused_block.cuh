@@ -1,10 +1,10 @@
-// What one block of the fused MLP kernel does.
+// The work of one block of the fused MLP kernel.
 //
-// A block owns a run of intermediate neurons and a run of outputs. It walks through its weights as one list of steps,
-// first its rows of w_in, then its rows of w_out, slab by slab. One warp does nothing but ask the copy engine for them,
-// a few slabs at a time, as far ahead as a ring of slots in shared memory is long; eight warps multiply what has
-// arrived, each for itself, without waiting for one another. The weights do not depend on x, so the ring runs on into
-// w_out while the norm is worked out and while the grid waits for the last neuron: memory does not idle.
+// A block owns a range of intermediate neurons and a range of outputs. It processes its weights as one list of steps,
+// first its rows of w_in, then its rows of w_out, slab by slab. One warp only requests them from the copy engine, a few
+// slabs at a time, as far ahead as the ring of slots in shared memory allows. Eight warps multiply the slabs that have
+// arrived, independently, without waiting for one another. The weights do not depend on x, so the ring continues into
+// w_out while the norm is computed and while the grid waits for the last neuron: memory does not idle.
 //
 //   copy engine    | w_in slabs ............ | w_out slabs .......... |
 //   eight warps     norm | multiply w_in ......| grid barrier | multiply w_out | + residual
@@ -57,7 +57,7 @@ class Block {
   }
 
  private:
-  // One warp: all the block's weights, in the order in which they are used.
+  // One warp requests all weights of the block, in the order in which they are used.
   __device__ __forceinline__ void ask_for_weights() {
     Asking asking;
     for (int first = neuron_begin; first < neuron_end; first += kTileRows) {
@@ -107,7 +107,7 @@ class Block {
     cursor.advance(plan.slots);
   }
 
-  // The normalised x of all rows, into shared memory. Every block does it again: x is a few KB in the L2 cache.
+  // Writes the normalised x of all rows to shared memory. Every block repeats this: x is a few KB in the L2 cache.
   __device__ __forceinline__ void normalise() {
     for (int r = warp; r < p.rows; r += kFusedWarps) {
       const T* row = static_cast<const T*>(p.x) + size_t(r) * p.hidden;
@@ -131,7 +131,7 @@ class Block {
     return sum;
   }
 
-  // neurons = silu(x @ gate.T) * (x @ up.T) of this block, into scratch.
+  // Writes this block's neurons = silu(x @ gate.T) * (x @ up.T) to scratch.
   __device__ __forceinline__ void up(Cursor& cursor) {
     const int half = warp / kInSlices, slice = warp % kInSlices;
     const T* x = reinterpret_cast<const T*>(shared + plan.x_offset);
@@ -173,8 +173,8 @@ class Block {
     const T *neurons = static_cast<const T*>(p.scratch), *residual = static_cast<const T*>(p.residual);
     T* out = static_cast<T*>(p.out);
     Dot dot;
-    // The neurons of several slabs are on their way at a time: they come from other multiprocessors, half a microsecond
-    // away. Slab s is in inputs[s % kAhead]; where all slabs of a row fit, they stay for all tiles.
+    // The neurons of several slabs are loaded at the same time: they come from other multiprocessors, half a
+    // microsecond away. Slab s is in inputs[s % kAhead]; where all slabs of a row fit, they stay for all tiles.
     typename Dot::Input inputs[kAhead];
     auto load = [&](typename Dot::Input& input, int slab) {
       const int start = slab * plan.out.width, width = min(plan.out.width, p.inter - start);

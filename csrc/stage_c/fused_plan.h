@@ -1,4 +1,4 @@
-// How the fused kernel cuts a problem and lays out shared memory; computed on the host, read by the kernel.
+// How the fused kernel divides a problem and lays out shared memory; computed on the host, read by the kernel.
 #pragma once
 
 #include "stage_c/mlp.h"
@@ -11,9 +11,9 @@ namespace six_engines {
 constexpr int kFusedWarps = 8;  // that multiply; one more asks for the data
 constexpr int kMaxSlots = 16;
 constexpr int kMinSlots = 3;  // fewer could not keep the memory busy
-// What a block has asked for and not yet received, at most about: 132 such blocks keep the memory busy for two
-// microseconds. Asking for more at once gains nothing and costs twice, because memory requests queue up: the last rows
-// of w_in wait behind w_out, and every small read, of x or of the neurons, waits behind both.
+// About the most bytes that a block has requested but not yet received: 132 such blocks keep the memory busy for two
+// microseconds. More at once gains nothing and delays other reads, because memory requests queue up: the last rows of
+// w_in would wait for w_out, and every small read, of x or of the neurons, would wait for both.
 constexpr int kBytesInFlight = 64 * 1024;
 
 // How the rows of one matrix are cut into slabs of columns.
@@ -40,7 +40,8 @@ struct Plan {
   int x_offset, partial_offset, barrier_offset, shared_bytes;  // bytes; the ring is at 0
 };
 
-// Two rows of x that are read side by side lie 64 bytes apart modulo the 128 bytes of all banks, so they share no bank.
+// Two rows of x that are read at the same time are 64 bytes apart modulo the 128 bytes of all banks, so they share no
+// bank.
 constexpr int padded(int bytes) { return (bytes - 64 + 127) / 128 * 128 + 64; }
 
 inline Slabs cut(int columns, int max_width, int element_bytes) {
@@ -52,8 +53,8 @@ inline Slabs cut(int columns, int max_width, int element_bytes) {
   return slabs;
 }
 
-// The layout for this many rows and blocks; slots is 0 where it does not fit. bytes_per_slice: what a warp reads of a
-// row's slab.
+// Returns the layout for this many rows and blocks; slots is 0 if it does not fit. bytes_per_slice: what a warp reads
+// of a row's slab.
 inline Plan make_plan(const MlpProblem& p, int rows, int blocks, int bytes_per_slice, int tile_rows, int shared_limit) {
   constexpr int kPartialBytes = 32 * 1024, kBarrierBytes = 2 * kMaxSlots * int(sizeof(uint64_t));
   const int element = p.dtype == DType::kFloat32 ? 4 : 2;
@@ -77,7 +78,8 @@ inline Plan make_plan(const MlpProblem& p, int rows, int blocks, int bytes_per_s
   plan.x_offset = plan.slots * plan.slot_bytes;
   plan.partial_offset = plan.x_offset + int(x_bytes);
   plan.barrier_offset = plan.partial_offset + partial_bytes;
-  // More than half of a multiprocessor, also where less would do: two grids of this kernel never share the GPU.
+  // Use more than half of a multiprocessor even if less is enough, so that two grids of this kernel never share the
+  // GPU.
   plan.shared_bytes = std::max(plan.barrier_offset + kBarrierBytes, shared_limit / 2 + 1024);
   return plan;
 }

@@ -1,5 +1,5 @@
-// The operator torch.ops.six_engines.fused_ln_mlp: the classical block, checked and handed to layernorm_mlp.cu; on the
-// CPU, the formula in PyTorch's operators.
+// The operator torch.ops.six_engines.fused_ln_mlp, the classical block: it checks its arguments and calls
+// layernorm_mlp.cu, or on the CPU computes the formula with PyTorch's operators.
 #include "common/check_text.h"
 
 #include <torch/library.h>

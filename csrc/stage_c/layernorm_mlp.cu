@@ -1,8 +1,8 @@
-// The first fused kernel that one writes: LayerNorm, up, SiLU, down of the classical block, in one launch.
+// The usual first fused kernel: LayerNorm, up, SiLU, down of the classical block, in one launch.
 //
-// One block per row of x; between the steps the row's neurons stay in shared memory and never see global memory. That
-// is what "fused" meant in the article that this course grew from. What is missing to be fast is the subject of
-// mlp_warp.cu and mlp_fused.cu.
+// One block per row of x; between the steps the row's neurons stay in shared memory and never go to global memory. This
+// is what "fused" meant in the article that this course grew from. mlp_warp.cu and mlp_fused.cu show what it lacks to
+// be fast.
 #include "common/vectors.cuh"
 #include "stage_c/layernorm_mlp.h"
 
@@ -36,7 +36,7 @@ __global__ void layernorm_mlp_kernel(const T* x,      // [rows, hidden]
   T* y_row = y + size_t(blockIdx.x) * hidden;
 
   // Step 1: LayerNorm's mean and variance (Ba et al. 2016). Two passes, and the mean as a difference from the row's
-  // first number: mean(x^2) - mean(x)^2 loses every digit when the mean is large beside the spread.
+  // first number: mean(x^2) - mean(x)^2 loses every digit when the mean is much larger than the spread.
   const float first = to_float(x_row[0]);
   float sum = 0.0f, squares = 0.0f;
   for (int k = threadIdx.x; k < hidden; k += kThreads) sum += to_float(x_row[k]) - first;

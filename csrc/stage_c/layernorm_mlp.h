@@ -7,8 +7,8 @@
 
 namespace six_engines {
 
-// y = silu(LayerNorm(x) w1^T) w2^T. Puts its work on the stream and returns at once. cudaErrorNotSupported: the neurons
-// of a row do not fit into shared memory.
+// Computes y = silu(LayerNorm(x) w1^T) w2^T. Enqueues its work on the stream and returns at once. cudaErrorNotSupported
+// means that the neurons of a row do not fit into shared memory.
 cudaError_t launch_layernorm_mlp(const void* x, const void* gamma, const void* beta, const void* w1, const void* w2,
                                  void* y, int rows, int hidden, int inter, float eps, DType dtype, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
 // The plain interface between the operator (operators.cpp) and the kernels (*.cu): pointers, sizes, a stream.
-// No torch type crosses it, so nvcc alone can compile the kernels, on a machine without a GPU and without torch.
+// It uses no torch types, so nvcc alone can compile the kernels, on a machine without a GPU and without torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,10 +26,10 @@ struct MlpProblem {
   DType dtype;
 };
 
-// Rows that one launch of the warp and fused kernels takes; more rows are more launches.
+// Rows that one launch of the warp and fused kernels handles; more rows need more launches.
 constexpr int kRowsPerLaunch = 16;
 
-// The same problem for a run of its rows.
+// The same problem for a range of its rows.
 inline MlpProblem rows_of(const MlpProblem& problem, int begin, int count) {
   const std::size_t offset = std::size_t(begin) * problem.hidden * (problem.dtype == DType::kFloat32 ? 4 : 2);
   MlpProblem part = problem;
@@ -45,14 +45,14 @@ inline std::size_t scratch_bytes(const MlpProblem& problem) {
   return std::size_t(problem.rows) * problem.inter * sizeof(float);
 }
 
-// Each puts its work on the stream and returns at once; none waits, allocates or reads device memory on the host,
+// Each enqueues its work on the stream and returns at once; none waits, allocates or reads device memory on the host,
 // so all of them can be captured into a CUDA graph.
 cudaError_t launch_mlp_naive(const MlpProblem& problem, cudaStream_t stream);
 cudaError_t launch_mlp_warp(const MlpProblem& problem, cudaStream_t stream);
 cudaError_t launch_mlp_fused(const MlpProblem& problem, cudaStream_t stream);
 
-// How many rows one launch of the fused kernel takes for this problem on the current device: 0 where the device is
-// older than compute capability 9.0 or one normalised row of x does not fit into shared memory.
+// How many rows one launch of the fused kernel handles for this problem on the current device: 0 if the device is older
+// than compute capability 9.0 or one normalised row of x does not fit into shared memory.
 int fused_rows_per_launch(const MlpProblem& problem);
 
 }  // namespace six_engines

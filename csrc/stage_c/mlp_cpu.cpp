@@ -1,7 +1,7 @@
-// The MLP block on the CPU, as plain C++: the formula, the weight rows shared out over the cores, float32 sums.
+// The MLP block on the CPU, as plain C++: the formula, with weight rows divided among the cores and float32 sums.
 //
-// A weight row is turned into floats once and then multiplied with every row of x, so the conversion is paid per weight
-// and not per row. The inner loops are plain loops that the compiler turns into vector instructions.
+// A weight row is converted to floats once and then multiplied with every row of x, so each weight is converted once,
+// not once per row. The inner loops are plain loops that the compiler turns into vector instructions.
 #include "stage_c/mlp_cpu.h"
 
 #include <ATen/Dispatch.h>

@@ -1,5 +1,5 @@
 // The fused kernel: one launch, one block on each multiprocessor, weights always in flight.
-// What a block does is in fused_block.cuh, how the work is cut in fused_plan.h; here are the kernel's frame and the
+// fused_block.cuh has the work of a block, fused_plan.h the division of the work; here are the kernel's frame and the
 // launch.
 #include "stage_c/fused_block.cuh"
 
@@ -43,10 +43,11 @@ cudaError_t launch(MlpProblem p, const Device& device, cudaStream_t stream) {
   const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, attribute, plan.shared_bytes)) return error;
   cudaLaunchAttribute attributes[2] = {};
-  // Cooperative: the driver starts all blocks at once or none, so two such grids cannot each hold half of the GPU.
+  // Cooperative launch: the driver starts all blocks at once or none, so two such grids cannot each hold half of the
+  // GPU.
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = 1;
-  // The launch itself overlaps the end of the kernel before; see the first lines of fused_kernel.
+  // The launch overlaps the end of the previous kernel; see the first lines of fused_kernel.
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};

@@ -1,5 +1,5 @@
-// The naive kernel: the formula as it reads. One block per row of x, one thread per neuron and then one per output.
-// It is correct, and hundreds of times too slow: one row keeps one multiprocessor busy, and neighbouring threads read
+// The naive kernel: the literal formula. One block per row of x, one thread per neuron and then one per output. It is
+// correct, and hundreds of times too slow: one row keeps one multiprocessor busy, and neighbouring threads read
 // addresses a whole weight row apart, so each read fetches 32 bytes to use two.
 #include "common/vectors.cuh"
 #include "stage_c/mlp.h"

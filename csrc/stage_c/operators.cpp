@@ -1,5 +1,5 @@
-// The operator torch.ops.six_engines.fused_swiglu_mlp: checks, registration, and the way to the kernels. The kernels
-// themselves (*.cu) know nothing of torch.
+// The operator torch.ops.six_engines.fused_swiglu_mlp: checks, registration, and calls of the kernels. The kernels
+// (*.cu) do not use torch.
 #include "common/check_text.h"
 #include "stage_c/mlp_cpu.h"
 
@@ -20,8 +20,8 @@ namespace {
 
 using at::Tensor;
 
-// Beyond this many rows "auto" leaves the block to matrix products of the library. Measured: the tables in
-// stage_c_fused_mlp/README.md; the same numbers are in stage_c_fused_mlp/fused_mlp.py.
+// For more rows than this, "auto" uses the library's matrix products. The tables in stage_c_fused_mlp/README.md show
+// the measurements; the same numbers are in stage_c_fused_mlp/fused_mlp.py.
 constexpr int64_t kMostRowsCuda = 16, kMostRowsCpu = 2;
 
 void check_like(const char* name, const Tensor& tensor, const Tensor& x, at::IntArrayRef shape) {
@@ -57,7 +57,7 @@ void check(const MlpTensors& m) {
   check_like("residual", m.residual, m.x, {rows, hidden});
 }
 
-// The block out of library operators: what many rows need, where each weight is used often enough for a matrix product.
+// The block made of library operators, for many rows, where each weight is used often enough for a matrix product.
 Tensor library_mlp(const MlpTensors& m) {
   const Tensor normalised = at::rms_norm(m.x, {m.x.size(1)}, m.norm_weight, m.eps);
   const auto halves = at::linear(normalised, m.w_in).chunk(2, 1);
@@ -105,7 +105,7 @@ Tensor swiglu_mlp_cuda(const Tensor& x, const Tensor& rms_weight, const Tensor& 
   problem.dtype = x.scalar_type() == at::kFloat  ? DType::kFloat32
                   : x.scalar_type() == at::kHalf ? DType::kFloat16
                                                  : DType::kBFloat16;
-  // From torch's allocator: it knows the stream, and a CUDA graph keeps it.
+  // From torch's allocator, which respects the stream and which a CUDA graph keeps.
   const Tensor scratch = at::empty({static_cast<int64_t>(scratch_bytes(problem))}, x.options().dtype(at::kByte));
   problem.scratch = scratch.mutable_data_ptr();
 

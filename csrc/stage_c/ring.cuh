@@ -1,4 +1,4 @@
-// The threads of a block of the fused kernel, how the grid waits for itself, and where a warp is in the ring of slots.
+// The threads of a block of the fused kernel, the grid barrier, and a warp's position in the ring of slots.
 #pragma once
 
 #include "common/vectors.cuh"
@@ -12,18 +12,18 @@ constexpr int kThreads = kConsumers + kWarpSize;  // and the warp that asks for 
 constexpr int kInSlices = kFusedWarps / 2;  // half of the warps take the gate tile of a slot, half the up tile
 constexpr int kOutSlices = kFusedWarps;
 
-// A warp has read a slot when one of its lanes says so, behind a __syncwarp. compute-sanitizer's racecheck takes an
-// arrival to speak for the arriving thread only, and so needs a build in which every lane says it.
+// One lane of a warp signals that the warp has read a slot, after a __syncwarp. compute-sanitizer's racecheck assumes
+// that an arrival only speaks for the arriving thread, so it needs a build in which every lane signals.
 #ifdef SIX_ENGINES_EVERY_LANE_ARRIVES
 constexpr int kArrivingLanes = kWarpSize;
 #else
 constexpr int kArrivingLanes = 1;
 #endif
 
-// One counter a device is enough: the grid fills the GPU, so only one grid of this kind runs at a time.
+// One counter per device is enough: the grid fills the GPU, so only one grid of this kind runs at a time.
 __device__ unsigned grid_counter;
 
-// The threads that multiply; the warp that asks for data goes its own way.
+// Synchronises the threads that multiply; the warp that requests data does not take part.
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
 
 // All blocks of the grid arrive before any leaves. The first block adds 2^31 less the others' ones, so each round flips
@@ -44,7 +44,7 @@ __device__ __forceinline__ void grid_barrier() {
   sync_consumers();
 }
 
-// A place in the ring: the slot, and how often the ring has been gone through (parity: modulo 2).
+// A position in the ring: the slot, and the number of completed rounds (parity: modulo 2).
 struct Cursor {
   int slot = 0, parity = 0;
   bool first_round = true;
@@ -57,7 +57,7 @@ struct Cursor {
   }
 };
 
-// Where the warp that asks for weights is: the next slot, and the oldest of those that may still be on their way.
+// The position of the warp that requests weights: the next slot, and the oldest slot that may still be in flight.
 struct Asking {
   Cursor next, oldest;
   int underway = 0;

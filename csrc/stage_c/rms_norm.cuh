@@ -29,8 +29,8 @@ __device__ __forceinline__ Vec16<T> normalise16(const Vec16<T>& x, float inverse
   return result;
 }
 
-// A whole normalised row. One that fits into the warp's registers is read once, and everything that is needed is asked
-// for before the first sum: twice in a row the latency of memory would cost more than the work.
+// A whole normalised row. A row that fits into the warp's registers is read once, and all loads are issued before the
+// first sum, because waiting for memory twice would cost more than the arithmetic.
 template <typename T>
 __device__ void normalise_row(const T* row, const T* weight, T* target, int columns, float eps) {
   constexpr int kCount = Vec16<T>::kCount, kHeld = 4, kStride = kWarpSize * kCount;

@@ -1,9 +1,9 @@
 // The arithmetic of the fused kernel: one warp multiplies a tile of 8 weight rows, in shared memory, with up to 16 rows
 // of input.
 //
-// Both classes below see the tile in the same way: the 32 lanes of a warp form 8 rows of 4, lane (g, t) reads 16 bytes
-// of weight row g, and the four lanes t together read 64 neighbouring bytes of it. Several warps share out the columns
-// ("slices"), 64 bytes at a time in turn, so each holds a partial sum, and the caller adds those up.
+// Both classes below divide the tile in the same way: the 32 lanes of a warp form 8 rows of 4, lane (g, t) reads 16
+// bytes of weight row g, and the four lanes t together read 64 neighbouring bytes of it. Several warps share out the
+// columns ("slices"), 64 bytes at a time in turn, so each holds a partial sum, and the caller adds those up.
 #pragma once
 
 #include "common/vectors.cuh"
@@ -33,8 +33,8 @@ __device__ __forceinline__ int lane_column(int step, int slice) {
   return (byte + int(threadIdx.x) % 4 * 16) / int(sizeof(T));
 }
 
-// Eight lanes are served at a time: two rows. Where rows are a multiple of 128 bytes apart both would want the same
-// banks, so the odd rows take the two steps of a pair in the other order.
+// Shared memory serves eight lanes (two rows) at a time. If rows are a multiple of 128 bytes apart, both would need the
+// same banks, so the odd rows take the two steps of a pair in the other order.
 __device__ __forceinline__ int flip_of_lane(int pitch) {
   return pitch % (2 * kBytesPerStep) == 0 ? int(threadIdx.x) / 4 % 2 : 0;
 }

@@ -1,4 +1,4 @@
-// What a warp attends to at once: 16 cached tokens, or this step's own token.
+// The tokens that a warp attends to at once: 16 cached tokens, or this step's token.
 //
 // Layouts follow the matrix instruction. With g = lane / 4, q = lane % 4: queries and keys are loaded as 16 bytes,
 // columns 32 s + 8 q, of head or token g (the same reordering of columns as in gemv.cuh). Rotary pairs (d, d +

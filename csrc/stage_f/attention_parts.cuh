@@ -1,4 +1,4 @@
-// What attention is made of: which warp attends to what, and the heads as the projection leaves them.
+// The parts of attention: the division of the tokens among warps, and the layout of the heads after the projection.
 #pragma once
 
 #include "stage_f/worker.cuh"

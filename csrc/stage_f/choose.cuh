@@ -1,4 +1,4 @@
-// The token of each row, chosen where the logits are made: an argmax in parts, by the lanes that hold the logits.
+// Chooses the token of each row where the logits are computed: a partial argmax by each lane that holds logits.
 //
 // At temperature 0 a token is the argmax of the logits, otherwise of logit / temperature + noise (Gumbel-max). The
 // noise is stage A's: a hash of the row's key and the token's id, so every lane makes its own. A lane keeps the best of
@@ -17,7 +17,7 @@ struct Candidate {
   int id;
 };
 
-// What a row's candidates are compared by.
+// The values with which a row's candidates are compared.
 struct Choice {
   float inverse;  // 1 / temperature, 1 for greedy rows
   unsigned key;   // of the noise

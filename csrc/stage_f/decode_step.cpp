@@ -1,5 +1,5 @@
-// The operator torch.ops.six_engines.decode_step: it checks its tensors and calls the kernel, which is in a library of
-// its own (launch.cu); `launch` is the address of the function there. CUDA only: a CPU runs stage D's layers.
+// The operator torch.ops.six_engines.decode_step: it checks its tensors and calls the kernel, which is in a separate
+// library (launch.cu); `launch` is the address of the function there. CUDA only: a CPU runs stage D's layers.
 #include <torch/library.h>
 #include <ATen/ATen.h>
 

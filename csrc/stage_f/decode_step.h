@@ -1,4 +1,4 @@
-// A persistent megakernel for one decode step of a Llama-family decoder: what the host hands over.
+// The interface of the host to the persistent megakernel, which runs one decode step of a Llama-family decoder.
 //
 // Plain C++ (no torch, no CUDA types), because there are two libraries: the operator, which knows torch
 // (decode_step.cpp), and the kernel, which is compiled for the shape of one model (shape.cuh, launch.cu). Every pointer

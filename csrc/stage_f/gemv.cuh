@@ -1,6 +1,6 @@
-// The consumers: the other warps multiply what the stream (stream.cuh) has brought.
+// The consumers: the other warps multiply the weights that the stream (stream.cuh) has copied.
 //
-// The product has to be short in instructions, not in operations. A step (32 columns of 8 weight rows, times up to 4
+// The product must need few instructions, not few operations. A step (32 columns of 8 weight rows, times up to 4
 // requests) is one load and one m16n8k16 instruction, which has twice the rows and columns that are needed. A lane's 16
 // bytes of a weight row are its whole operand: row g of the instruction takes the first half of them, row g + 8 the
 // second. Two columns of the instruction hold a request's activations, one for each half: its 8 columns are 4 requests

@@ -1,5 +1,5 @@
-// The kernel's library: checks that a step has the shape that was compiled, and launches it. It exports two plain C
-// functions, so that Python can find them by name (stage_f_graph_tp/megakernel/kernel.py).
+// The kernel's library checks that a step has the compiled shape, and launches it. It exports two plain C functions, so
+// that Python can find them by name (stage_f_graph_tp/megakernel/kernel.py).
 #include "stage_f/kernel.cuh"
 
 namespace six_engines {

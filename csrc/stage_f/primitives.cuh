@@ -127,7 +127,7 @@ __device__ __forceinline__ void peek2(const Word* address, Word (&words)[2]) {
                : "memory");
 }
 
-// The same with 12 bytes beside the flag: 16 bytes in one access are never torn either.
+// The same with 12 bytes and the flag: 16 bytes in one access are never torn either.
 struct alignas(16) Quad {
   uint32_t low, high, extra, flag;
 };

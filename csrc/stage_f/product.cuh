@@ -1,4 +1,4 @@
-// A block's share of each product, and what becomes of the results.
+// A block's share of each product, and the use of the results.
 #pragma once
 
 #include "stage_f/choose.cuh"

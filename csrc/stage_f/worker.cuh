@@ -1,4 +1,4 @@
-// What every thread of the megakernel needs: where it is, its ring position, and how it waits.
+// The data that every thread of the megakernel needs: where it is, its ring position, and how it waits.
 #pragma once
 
 #include "stage_f/plan.cuh"

@@ -106,13 +106,14 @@ class Gatherer:
 
     def add_slides(self, folder: Path) -> None:
         """Put the slides that `make slides` has built beside their pages, and name them on the first of these."""
-        decks = sorted(folder.glob("week*.pdf"))
-        for deck in decks:
-            shutil.copy(deck, self.pages / "docs" / "slides")
-        if decks:
-            links = ", ".join(f"[{deck.stem.removeprefix('week')}]({deck.name})" for deck in decks)
-            with open(self.pages / "docs" / "slides" / "index.md", "a", encoding="utf-8") as page:
-                page.write(f"\nAs PDF: {links}.\n")
+        for page, end, said in (("index.md", "", "\nAs PDF: {}.\n"), ("index.zh.md", ".zh-CN", "\nPDF：{}\n")):
+            decks = sorted(folder.glob(f"week?{end}.pdf"))
+            for deck in decks:
+                shutil.copy(deck, self.pages / "docs" / "slides")
+            if decks:
+                links = ", ".join(f"[{deck.stem[4]}]({deck.name})" for deck in decks)
+                with open(self.pages / "docs" / "slides" / page, "a", encoding="utf-8") as file:
+                    file.write(said.format(links))
 
     def write(self, place: PurePosixPath, text: str) -> None:
         path = self.pages / place

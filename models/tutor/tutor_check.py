@@ -229,9 +229,9 @@ def figures_table(report: dict) -> str:
 
 
 def update_model_card(report: dict) -> None:
-    """Put the figures between the two marks in `README.md`, so that no figure there is typed by hand."""
-    card = HERE / "README.md"
-    before, rest = card.read_text(encoding="utf-8").split(FIGURES_START)
-    after = rest.split(FIGURES_END)[1]
-    text = f"{before}{FIGURES_START}\n{figures_table(report)}\n{FIGURES_END}{after}"
-    card.write_text(text, encoding="utf-8")
+    """Put the figures between the two marks in both editions of the README, so that none there is typed by hand."""
+    for card in (HERE / "README.md", HERE / "README.zh-CN.md"):
+        before, rest = card.read_text(encoding="utf-8").split(FIGURES_START)
+        after = rest.split(FIGURES_END)[1]
+        text = f"{before}{FIGURES_START}\n{figures_table(report)}\n{FIGURES_END}{after}"
+        card.write_text(text, encoding="utf-8")

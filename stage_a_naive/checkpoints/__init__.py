@@ -1,1 +1,1 @@
-"""Models: directories, hub ids, presets with random weights and the tutor, and how their weights are read."""
+"""Models (directories, hub ids, random presets and the tutor) and how their weights are read."""

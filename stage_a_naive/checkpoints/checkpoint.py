@@ -1,8 +1,8 @@
 """A checkpoint's tensors: found by name, checked against the model, and read once.
 
-A checkpoint is a set of named tensors in one or several safetensors files, whose headers say each shape and dtype. A
-tensor that is missing, has another shape, is asked for twice or is never asked for is an error: a model with a weight
-left out runs, and talks nonsense.
+A checkpoint is a set of named tensors in one or several safetensors files, whose headers give each shape and dtype. A
+tensor that is missing, has the wrong shape, is used twice or is never used is an error, because a model that lacks a
+weight still runs, but writes nonsense.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from torch import Tensor
 from stage_a_naive.checkpoints.model_config import read_json_object
 from stage_a_naive.contract.errors import ModelError, one_line
 
-PREFIX = "model."  # of all tensors but those of the LM head
+PREFIX = "model."  # begins all names except the LM head's
 FLOAT_TYPES = ("F32", "F16", "BF16")  # what safetensors calls float32, float16 and bfloat16
 
 
 class LazyTensor(Protocol):
-    """A stored tensor. Indexing it reads that part of it, and `[:]` the whole."""
+    """A stored tensor. Indexing reads a part of it, and `[:]` reads the whole."""
 
     def __getitem__(self, index: slice | tuple[slice, ...], /) -> Tensor: ...
 
 
 class TensorSource(Protocol):
-    """Where tensors come from."""
+    """A source of named tensors."""
 
     @property
     def name(self) -> str:
-        """For error messages."""
+        """The source's name in error messages."""
         ...
 
     def names(self) -> set[str] | None:
-        """Return the tensors there are; None if any can be made."""
+        """Return the names of all tensors; None if the source can make any."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return a tensor's shape; None if it takes the shape that is asked for."""
+        """Return a tensor's shape; None if it takes any requested shape."""
         ...
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        """Return the tensor `name` of that shape, not read yet."""
+        """Return the tensor `name` of that shape without reading it."""
         ...
 
 
 class SafetensorsDirectory:
     """A directory with `model.safetensors`, or with several files and `model.safetensors.index.json`.
 
-    A model that was saved without its LM head has names without the prefix `model.`; they are completed here.
+    A model saved without its LM head has names without the prefix `model.`; the prefix is added here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,18 +88,18 @@ class SafetensorsDirectory:
 
 
 class WeightLoader:
-    """Fills the layers' weights from a source and checks that nothing is left over."""
+    """Fills the layers' weights from a source and checks that no tensor is left over."""
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
         self._used: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint stores this tensor (a source that makes tensors stores none)."""
+        """Return whether the checkpoint stores this tensor (a source that makes tensors stores none)."""
         return name in (self._source.names() or ())
 
     def fill(self, target: Tensor, name: str) -> None:
-        """Copy the tensor `name`, which must have `target`'s shape, into `target`, in `target`'s dtype."""
+        """Copy the tensor `name`, which must have `target`'s shape, into `target`, converted to its dtype."""
         target.copy_(self.read(name, tuple(target.shape)))
         check_finite(target, name)
 
@@ -113,7 +113,7 @@ class WeightLoader:
         return self.lazy(name, shape)[:]
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        """Find the tensor `name`, not read yet.
+        """Find the tensor `name` without reading it.
 
         Raises:
             ModelError: it is missing, was used before, or has another shape.
@@ -132,8 +132,8 @@ class WeightLoader:
         return self._source.lazy(name, shape)
 
     def finish(self) -> None:
-        """Refuse a checkpoint that holds more than the model used."""
-        # Some old Llama checkpoints store the rotary frequencies, which the config defines anyway.
+        """Reject a checkpoint that has tensors that the model did not use."""
+        # Some old Llama checkpoints also store the rotary frequencies, which the config defines.
         extra = sorted(
             name for name in (self._source.names() or set()) - self._used if not name.endswith("rotary_emb.inv_freq")
         )
@@ -143,8 +143,8 @@ class WeightLoader:
 
 
 def check_finite(weight: Tensor, name: str) -> None:
-    """Refuse a weight with NaN or infinite values, which would make every logit NaN and every answer the same token."""
-    if weight.is_meta:  # a model that was built for its shapes alone
+    """Reject a weight with NaN or infinite values, which would make every logit NaN and every token the same."""
+    if weight.is_meta:  # a model that was built only for its shapes
         return
     least, most = torch.aminmax(weight.detach())  # both are NaN if any value is
     if not math.isfinite(least) or not math.isfinite(most):

@@ -1,12 +1,12 @@
-"""The configuration classes of the supported architectures, imported without everything else of transformers.
+"""The configuration classes of the supported architectures, imported without the rest of transformers.
 
-Two things that their import does are left out here, because between them they import every model and, with them,
-PyTorch's compiler and its distributed tensors: seconds of every start. Stages A to C import the models anyway when they
-build one; stages D to F never do.
+Importing these classes normally does two further things, which are skipped here. Together they import every model,
+PyTorch's compiler and its distributed tensors, which takes seconds at every start. Stages A to C import the models
+anyway when they build one; stages D to F never do.
 
-- transformers writes the docstring of each such class while it is imported, and names the class's model there;
-- it checks the name of an activation function against all that it has. What has no such function is found when the
-  model is built.
+- transformers generates the docstring of each class at import, and imports the class's model to name it;
+- it checks the name of an activation function against all that it has. An unknown name is found when the model is
+  built.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-# The first two are what the validators import: so they are not imported below, where PyTorch seems to be missing.
+# The validators import these two modules. Import them now, because below PyTorch seems to be missing.
 from transformers import tokenization_utils_base, video_utils  # noqa: F401
 from transformers.utils.import_utils import is_torch_available
 
@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 
 
 def undocumented(cls: type | None = None, **_: object) -> object:
-    """Stand in for transformers' class decorator `auto_docstring`: return the class as it is."""
+    """Replace transformers' class decorator `auto_docstring`: return the class unchanged."""
     return cls if cls is not None else undocumented
 
 

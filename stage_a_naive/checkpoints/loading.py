@@ -2,7 +2,7 @@
 
 A name is one of four things: `tutor` (the model embedded in this repository), `random:<preset>` (a real shape with
 random weights), a directory in the Hugging Face layout, or a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`. Everything
-that can be wrong with it is found here, before anything runs, and raised as a `ModelError` that says what to do.
+that can be wrong with a model is found here, before anything runs, and raised as a `ModelError` that says what to do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in names.D
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from, its files checked but its weights not read yet."""
+    """Where a model comes from; its files are checked, but its weights are not read yet."""
 
     name: str
     config: PretrainedConfig
@@ -47,10 +47,10 @@ class ModelSource:
 
 
 def resolve(model: str | os.PathLike[str]) -> ModelSource:
-    """Find the model that a name means, and refuse what these engines do not support.
+    """Find the model with this name, and reject models that these engines do not support.
 
     Raises:
-        ModelError: no such model, or one with features that are not supported.
+        ModelError: there is no such model, or it has unsupported features.
     """
     name = names.check_model_name(model)
     if name.startswith("random:"):
@@ -66,12 +66,12 @@ def _local_or_downloaded(name: str) -> Path:
     try:
         files = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.*", "tokenizer.model"]
         return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:  # the hub's errors are many: no network, no such repository, no access
+    except Exception as error:  # the hub has many errors: no network, no such repository, no access
         raise ModelError(f"no directory {name!r} here, and the hub does not give it: {_why_not(error)}") from error
 
 
 def _why_not(error: Exception) -> str:
-    """Why the hub does not give a model, and what to do."""
+    """Say why the hub does not give a model, and what to do."""
     if isinstance(error, GatedRepoError):
         return "access is restricted; accept its licence on its page, then `hf auth login` or set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):
@@ -82,10 +82,10 @@ def _why_not(error: Exception) -> str:
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
-    """Read the model's `tokenizer.json`, with a padding token forced (some models have none, and batching needs one).
+    """Read the model's `tokenizer.json`; set a padding token if there is none, because batching needs one.
 
-    The class is named, not chosen by `AutoTokenizer`: importing that one also imports every model class of transformers
-    and PyTorch's compiler (1.5 s at every start), and what it chooses would read this same file.
+    The class is named here and not chosen by `AutoTokenizer`, whose import also imports every model class of
+    transformers and PyTorch's compiler (1.5 s at every start). The class that it would choose reads the same file.
     """
     folder = source.tokenizer_path
     if not (folder / "tokenizer.json").is_file():
@@ -94,7 +94,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # what transformers raises for a broken file is not documented
         for file in filter(Path.is_file, (folder / "tokenizer.json", folder / "tokenizer_config.json")):
-            read_json_object(file)  # where a file is the reason, it is named
+            read_json_object(file)  # if a file is the reason, this names it
         why = f"{type(error).__name__}: {one_line(error)}"
         raise ModelError(f"the tokenizer in {folder} does not load ({why}); download it again") from error
     if tokenizer.pad_token_id is None:
@@ -103,7 +103,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
 
 
 def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """Every id that ends a generation: a model may have several, listed in `generation_config.json`."""
+    """Return every id that ends a generation: a model may list several in `generation_config.json`."""
     declared = source.config.eos_token_id
     file = source.tokenizer_path / "generation_config.json"  # optional
     if file.is_file():
@@ -115,7 +115,7 @@ def eos_token_ids(source: ModelSource, tokenizer: PreTrainedTokenizerFast) -> fr
 
 
 def pick_seed(seed: int) -> int:
-    """Return a seed as a Python integer; one that is no integer, or negative, is refused."""
+    """Return a seed as a Python integer; `ValueError` if it is no integer or negative."""
     value = as_integer(seed)
     if value is None or value < 0:
         raise ValueError(f"seed must be an integer, 0 or more, got {shown(seed)}")
@@ -123,7 +123,7 @@ def pick_seed(seed: int) -> int:
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` is the GPU where there is one; a named device that is not there is refused."""
+    """Return the device: for `auto` a GPU if there is one; `ValueError` if the named device does not exist."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names.check_device_name(device)
@@ -136,7 +136,7 @@ def pick_device(device: str) -> torch.device:
     if chosen.type == "cuda" and chosen.index is not None and chosen.index >= torch.cuda.device_count():
         raise ValueError(f"device {device!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
     if chosen.type == "cuda" and chosen.index is not None and chosen.index != torch.cuda.current_device():
-        # Triton launches on the current GPU. Setting that here would do for this thread only: each has its own.
+        # Triton launches on the current GPU. Setting it here would change it for this thread only.
         raise ValueError(
             f"device {device!r} was asked for, but kernels run on the first GPU that a process sees; "
             "let CUDA_VISIBLE_DEVICES name that GPU alone, and use device='cuda'"
@@ -145,7 +145,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on a CPU (which computes bfloat16 slowly)."""
+    """Return the dtype: for `auto` bfloat16 on a GPU and float32 on a CPU (which computes bfloat16 slowly)."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
@@ -164,9 +164,9 @@ def load_hf_model(
 
     Raises:
         ModelError: a weight is missing, extra, of the wrong shape, or unreadable.
-        MemoryError: the device has not enough memory for the weights.
+        MemoryError: the device does not have enough memory for the weights.
     """
-    from transformers import AutoModelForCausalLM  # here: stages D to F have a model of their own and need not wait
+    from transformers import AutoModelForCausalLM  # here, because stages D to F have their own model and do not need it
 
     described = _describe(source, dtype, model_options)
     check_room(described, device)
@@ -174,7 +174,7 @@ def load_hf_model(
         return _random_hf_model(source, device, dtype, seed, **model_options)
     _check_weights(source, described)
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # what it would warn of was checked
+    transformers_logging.set_verbosity_error()  # what it warns about was checked already
     try:
         model = AutoModelForCausalLM.from_pretrained(source.path, dtype=dtype, use_safetensors=True, **model_options)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
@@ -187,7 +187,7 @@ def load_hf_model(
 
 
 def _describe(source: ModelSource, dtype: torch.dtype, model_options: dict[str, Any]) -> PreTrainedModel:
-    """Build the model that the config describes without memory: shapes and dtypes alone."""
+    """Build the model that the config describes with shapes and dtypes only, without memory."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -199,7 +199,7 @@ def _describe(source: ModelSource, dtype: torch.dtype, model_options: dict[str, 
 
 
 def _check_weights(source: ModelSource, described: PreTrainedModel) -> None:
-    """Compare the headers of the weights' files with the model that the config describes."""
+    """Compare the headers of the weight files with the model that the config describes."""
     assert source.path is not None
     weights = WeightLoader(SafetensorsDirectory(source.path))
     for name, weight in described.named_parameters():  # tied weights once
@@ -223,11 +223,11 @@ def _random_hf_model(
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Make the weight of a `random:` preset for the parameter of that Hugging Face name.
+    """Make a weight of a `random:` preset for the parameter with this Hugging Face name.
 
-    It depends on the name and the seed alone (and on the kind of device, whose generators differ), so that every stage
-    builds the same model whatever order it builds it in. Matrices have standard deviation 1/sqrt(fan-in), which keeps
-    activations near 1; norm weights lie around 1.
+    It depends only on the name and the seed (and on the kind of device, because generators differ), so every stage
+    builds the same model in any order. Matrices have standard deviation 1/sqrt(fan-in), which keeps activations near 1;
+    norm weights are close to 1.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))

@@ -1,4 +1,4 @@
-"""Whether a model's weights fit into a device's memory: told before they are made, in place of minutes of silence."""
+"""Check whether a model's weights fit into a device's memory before loading them, which may take minutes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 MEMINFO = Path("/proc/meminfo")
-# The limit of a container, as cgroups of version 2 and 1 tell it; "max", or more than any machine has, is none.
+# The memory limit of a container in cgroups 2 and 1; "max", or more than any machine has, means no limit.
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -18,9 +18,9 @@ def check_room(described: nn.Module, device: torch.device) -> None:
     """Raise `MemoryError` with both numbers if a model's weights need more memory than the device has free.
 
     Args:
-        described: the model on PyTorch's `meta` device, where tensors have a shape and a dtype and take no memory.
+        described: the model on PyTorch's `meta` device, where tensors have a shape and a dtype but take no memory.
     """
-    if device.type == "meta":  # a model that is built for its shapes alone
+    if device.type == "meta":  # a model that is built only for its shapes
         return
     tensors = list(chain(described.parameters(), described.buffers()))
     needed, free = sum(tensor.numel() * tensor.element_size() for tensor in tensors), free_memory(device)
@@ -33,9 +33,9 @@ def check_room(described: nn.Module, device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Count the bytes that a device can still give: on a CPU what Linux says is available, elsewhere all there is."""
+    """Return the bytes of free memory: on a CPU what Linux reports as available, on other systems all memory."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch holds it for later
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch caches it
         return torch.cuda.mem_get_info(device)[0] + unused
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     if MEMINFO.is_file():

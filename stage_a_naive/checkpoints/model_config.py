@@ -1,7 +1,7 @@
 """A model's `config.json`, checked before anything is built from it.
 
-transformers checks that each field has the right type. What it lets through, and what these engines do not support, is
-refused here by name: a wrong shape of a model shows much later, as an error that says nothing, or as fluent nonsense.
+transformers checks that each field has the right type. This file rejects the other wrong or unsupported values and
+names the field. Otherwise a wrong shape would show much later, as an obscure error or as fluent nonsense.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from stage_a_naive.checkpoints.config_classes import CONFIG_CLASSES
 from stage_a_naive.contract.errors import ModelError, one_line, shown
 from stage_a_naive.contract.params import as_number
 
-# The ways to stretch rotary embeddings that transformers has for these architectures, and the numbers that each needs.
-# Stages D to F have a model of their own, which does not know the last but one: see `stage_d_paged/rope.py`.
+# The kinds of rotary scaling that transformers has for these architectures, and the numbers that each needs. The model
+# of stages D to F supports all but the last but one: see `stage_d_paged/rope.py`.
 ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -33,7 +33,7 @@ def read_config(path: Path) -> PretrainedConfig:
     """Read the configuration in the directory `path`.
 
     Raises:
-        ModelError: it is missing, no JSON object, invalid, or asks for a feature that is not supported.
+        ModelError: it is missing, not a JSON object, invalid, or asks for an unsupported feature.
     """
     config_file = path / "config.json"
     if not config_file.is_file():
@@ -57,7 +57,7 @@ def read_config(path: Path) -> PretrainedConfig:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; `ModelError` names a file that holds something else."""
+    """Read the JSON object in a file; `ModelError` if the file holds something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -68,7 +68,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Refuse sizes that no model can have, and features that no stage supports.
+    """Reject impossible sizes and features that no stage supports.
 
     Raises:
         ModelError: the message names the field.
@@ -109,9 +109,9 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """Return the kind of each layer, `full_attention` or `sliding_attention`, as the models of transformers have them.
+    """Return the kind of each layer, `full_attention` or `sliding_attention`, as in transformers' models.
 
-    Llama's layers see everything, Mistral's all have a window if one does; the others' are in `layer_types`.
+    Llama has no windows; in Mistral all layers have a window or none has; for other models `layer_types` decides.
     """
     if config.model_type == "llama":
         return ["full_attention"] * config.num_hidden_layers
@@ -121,7 +121,7 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
 
 
 def rope_of_kind(config: PretrainedConfig, kind: str) -> dict[str, Any]:
-    """Return how layers of this kind turn heads: of most models all alike."""
+    """Return the rotary parameters for layers of this kind; in most models they are the same for all layers."""
     rope = config.rope_parameters or {}
     return rope.get(kind) or {} if config.model_type == "gemma3_text" else rope
 
@@ -163,7 +163,7 @@ def _check_rope(rope: dict[str, Any], head_dim: int) -> None:
 
 
 def check_rope_type(rope_type: object, supported: Iterable[str]) -> None:
-    """Raise `ModelError` for a kind of rotary scaling that is none of `supported`."""
+    """Raise `ModelError` for a kind of rotary scaling that is not in `supported`."""
     if rope_type not in list(supported):  # it may be anything, a list too
         raise ModelError(f"rope scaling type {shown(rope_type)} is not supported; these are: {', '.join(supported)}")
 

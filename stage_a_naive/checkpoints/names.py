@@ -1,4 +1,4 @@
-"""What can be told of a model, a device and a dtype by their names alone, before PyTorch is imported."""
+"""Check the names of a model, a device and a dtype before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def check_names(model: object, device: object, dtype: object) -> None:
-    """Refuse what `LLM` would refuse later, by the same words.
+    """Raise early the errors that `LLM` would raise later for these names.
 
     Raises:
-        ValueError: the model (a `ModelError`), the device or the dtype cannot be one.
+        ValueError: the model (a `ModelError`), the device or the dtype is invalid.
     """
     check_model_name(model)
     check_device_name(device)
@@ -29,7 +29,7 @@ def check_model_name(model: object) -> str:
     """Return the name of a model, which may be given as a path.
 
     Raises:
-        ModelError: there is no such preset or directory, and a hub id it is not.
+        ModelError: there is no such preset or directory, and it is no hub id.
     """
     name = os.fspath(model) if isinstance(model, os.PathLike) else model
     if not isinstance(name, str) or not name:
@@ -53,13 +53,13 @@ def check_model_name(model: object) -> str:
 
 
 def check_device_name(device: object) -> None:
-    """Raise `ValueError` for a device that no engine runs on; `cuda:1` is one, whether it is there or not."""
+    """Raise `ValueError` for a name that is no device of an engine; `cuda:1` is valid even without such a GPU."""
     if str(device).partition(":")[0] not in DEVICES:
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {str(device)!r}")
 
 
 def check_dtype_name(dtype: object) -> str:
-    """Return the name of a dtype; raise `ValueError` for one in which no engine computes."""
+    """Return the name of a dtype; raise `ValueError` if no engine computes in it."""
     if not isinstance(dtype, str) or dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
     return dtype

@@ -1,7 +1,7 @@
 """Shapes for `random:` models: the real published architectures, and a tiny one of each family for tests.
 
-A model with random weights says nothing sensible, but it takes exactly as long per token as the trained one of the same
-shape: benchmarks and tests need no download. The figures are those of the models' published `config.json` files.
+A model with random weights writes nonsense, but it takes exactly as long per token as a trained model of the same
+shape, so benchmarks and tests need no download. The figures come from the models' published `config.json` files.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ PRESETS: dict[str, dict] = {
         },
         "tie_word_embeddings": True,
     },
-    # The tiny ones differ in what the families differ in: QKV bias; QK-norm and a wide head; untied embeddings and
-    # Llama-3 rope scaling; a window; windows in some layers, with a rotary base of their own, and one KV head.
+    # The tiny models differ as the families do: QKV bias; QK-norm and a wide head; untied embeddings and Llama-3 rope
+    # scaling; a window; windows with a separate rotary base in some layers, and one KV head.
     "qwen2-tiny": {
         "model_type": "qwen2",
         **_TINY,
@@ -187,9 +187,9 @@ PRESETS: dict[str, dict] = {
 
 
 def preset_config(preset: str) -> PretrainedConfig:
-    """Build the configuration of a preset, a new one at each call, because configurations can be changed."""
+    """Build a new configuration of a preset; every call returns a new one, because configurations are mutable."""
     from stage_a_naive.checkpoints.config_classes import (
-        CONFIG_CLASSES,  # here: `--help` lists the presets before slow imports
+        CONFIG_CLASSES,  # here, because `--help` lists the presets before slow imports
     )
 
     values = deepcopy(PRESETS[preset])

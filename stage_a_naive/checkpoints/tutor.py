@@ -1,8 +1,8 @@
-"""The embedded model: where it is, what it can be asked, and which of its questions another question comes close to.
+"""The embedded model: where it is, which questions it knows, and which of them are nearest to another question.
 
-The tutor repeats one list of answers, continues a few open-ended prompts, and calls two tools. Asked anything else it
-may answer with the wrong text, fluently. So the command line says when a question is none of these, and names the
-nearest ones.
+The tutor repeats one list of answers, continues a few open-ended prompts, and calls two tools. To any other question it
+may give a fluent but wrong answer. So the command line warns about an unknown question and lists the nearest known
+ones.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def require_tutor() -> None:
 
 
 def read_faq() -> list[dict]:
-    """Read the FAQ: `question`, `answer`, `lang`, and `also`, the other wordings that the tutor was trained on."""
+    """Read the FAQ: `question`, `answer`, `lang`, and `also`, other wordings from the tutor's training."""
     return _read_lines("faq.jsonl")
 
 
 def read_open_ended() -> list[dict]:
-    """Read the questions that have many right answers: `question`, `also`, `lang`, and how the answers are made."""
+    """Read the questions with many correct answers: `question`, `also`, `lang`, and how the answers are made."""
     return _read_lines("open_ended.jsonl")
 
 
@@ -47,16 +47,16 @@ def read_tool_calls() -> list[dict]:
 
 
 def is_known(question: str, entries: list[dict]) -> bool:
-    """Whether the tutor was trained on this question; case, spaces and punctuation do not matter."""
+    """Return whether the tutor was trained on this question; case, spaces and punctuation do not matter."""
     wanted = _letters(question)
     return any(wanted == _letters(wording) for entry in entries for wording in (entry["question"], *entry["also"]))
 
 
 def nearest_questions(question: str, entries: list[dict], count: int = 3) -> list[str]:
-    """Find the questions that share the most with a question, best first; those that share nothing are left out.
+    """Find the questions most similar to a question, best first; leave out those that share nothing with it.
 
-    Two texts are compared by their pairs of neighbouring characters (Dice's coefficient): the same for English words,
-    for Chinese, which puts no spaces between words, and for a typing error.
+    Two texts are compared by their pairs of neighbouring characters (Dice's coefficient). This works for English words,
+    for Chinese, which has no spaces between words, and for typing errors.
     """
     wanted = _pairs(question)
 

@@ -1,1 +1,1 @@
-"""What all six stages promise: prompts, parameters, outputs, errors, and how a token is chosen and becomes text."""
+"""The contract of all six stages: prompts, parameters, outputs, errors, how a token is chosen and becomes text."""

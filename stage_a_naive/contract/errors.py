@@ -1,4 +1,4 @@
-"""What an error says: one line, with what was given, what is allowed, and what to do."""
+"""Error classes and messages: one line that says what was given, what is allowed, and what to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class ModelError(ValueError):
 
 
 class PromptTooLong(ValueError):
-    """A prompt for which the model, or the engine's memory, has no room."""
+    """A prompt that is too long for the model or for the engine's memory."""
 
 
 class EngineBroken(RuntimeError):
-    """A part of the engine has died; nothing but a new engine helps."""
+    """A part of the engine has died; only a new engine helps."""
 
 
 def one_line(error: BaseException) -> str:
@@ -21,9 +21,9 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """`repr` for an error message: one line of at most 80 characters, whatever the value."""
+    """Return `repr(value)` for an error message: one line of at most 80 characters, for any value."""
     if isinstance(value, (str, bytes, list, tuple)):
-        value = value[:80]  # what is cut away is not shown anyway, and may be long
+        value = value[:80]  # the rest would not be shown, and may be long
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits

@@ -1,4 +1,4 @@
-"""Log-probabilities: how likely the model found the chosen token and the likeliest others."""
+"""Log-probabilities of the chosen token and of the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-ROWS = 32  # whose log-probabilities are computed together: about 150 MiB for a vocabulary of 151,936
-PromptLogprobs = list[dict[int, float] | None]  # by position: the likeliest tokens, then the prompt's own
+ROWS = 32  # rows computed together: about 150 MiB for a vocabulary of 151,936
+PromptLogprobs = list[dict[int, float] | None]  # by position: the likeliest tokens, then the prompt's token
 
 
 def top_logprobs(logits: Tensor, count: int, token_id: int) -> dict[int, float]:
-    """Log-probabilities of the `count` likeliest tokens of one row `[vocab]`, likeliest first, and of `token_id`."""
+    """Return log-probabilities of one row `[vocab]`: of the `count` likeliest tokens, in order, and of `token_id`."""
     logprobs = logits.float().log_softmax(-1)
     ids = likeliest(logprobs, min(count, logprobs.numel()))
     found = dict(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
@@ -21,10 +21,11 @@ def top_logprobs(logits: Tensor, count: int, token_id: int) -> dict[int, float]:
 
 
 def likeliest(logprobs: Tensor, count: int) -> Tensor:
-    """Ids of the `count` highest log-probabilities `[..., vocab]`, highest first, among equals the lowest id first.
+    """Return the ids of the `count` highest log-probabilities `[..., vocab]`, highest first; ties by lowest id.
 
-    `topk` leaves open which of equal values it takes, and takes others for another `count`. So it gets 64-bit keys that
-    are all different: the bits of -logprob, which sort like the number itself because it is never negative, and the id.
+    `topk` does not specify which of several equal values it takes, and its choice may depend on `count`. So it gets
+    64-bit keys that are all different: the bits of -logprob, then the id. The bits sort like the number, because
+    -logprob is never negative.
     """
     ids = torch.arange(logprobs.shape[-1], device=logprobs.device)
     keys = (logprobs.abs().view(torch.int32).long() << 32) | ids
@@ -34,13 +35,13 @@ def likeliest(logprobs: Tensor, count: int) -> Tensor:
 def score_tokens(
     token_ids: list[int], count: int, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
 ) -> list[dict[int, float]]:
-    """Log-probabilities of given tokens, and of the `count` likeliest in the place of each, as `top_logprobs`.
+    """Return log-probabilities of given tokens and of the `count` likeliest at each position, as `top_logprobs` does.
 
-    The logits are made in pieces: those of 2,048 tokens of that vocabulary take 1.2 GB in float32.
+    The logits are computed in pieces: for 2,048 tokens and that vocabulary they would take 1.2 GB in float32.
 
     Args:
-        hidden: final states `[tokens, hidden]`, each of the token before.
-        compute_logits: from rows of them to `[rows, vocab]`.
+        hidden: final states `[tokens, hidden]`; each row belongs to the token before.
+        compute_logits: maps rows of `hidden` to logits `[rows, vocab]`.
     """
     found: list[dict[int, float]] = []
     while len(found) < len(token_ids):

@@ -1,9 +1,9 @@
-"""Random numbers that depend on a seed, a step and a token, and on nothing else.
+"""Random numbers that depend only on a seed, a step and a token.
 
-A generator that remembers how often it was called would give a request other tokens in other company. Here the noise is
-a hash of (seed, step, token id), a counter-based generator in the sense of Salmon et al., "Parallel Random Numbers: As
-Easy as 1, 2, 3" (2011): a request gets the same noise alone or in any batch, before or after it was preempted, on a CPU
-or on a GPU. Every later stage keeps this definition.
+A generator with internal state would give a request different tokens in a different batch. Here the noise is a hash of
+(seed, step, token id), a counter-based generator in the sense of Salmon et al., "Parallel Random Numbers: As Easy as 1,
+2, 3" (2011): a request gets the same noise alone or in any batch, before or after a preemption, on a CPU or on a GPU.
+Every later stage keeps this definition.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Bits = TypeVar("Bits", Tensor, np.ndarray, int)
 
 
 def gumbel_noise(seed: int, step: int, vocab_size: int, device: torch.device) -> Tensor:
-    """Gumbel(0, 1) noise `[vocab]`, float32: a pure function of (seed, step, token id)."""
+    """Return Gumbel(0, 1) noise `[vocab]`, float32: a pure function of (seed, step, token id)."""
     ids = torch.arange(vocab_size, device=device)
     return gumbel_from_bits(mix32(mix32(ids) ^ noise_key(seed, step)))
 
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:
-    """Random 32-bit integers -> Gumbel(0, 1) noise, float32."""
-    # 23 bits and a half fit a float32 exactly, so the uniform number is never 0 or 1 and the logarithms are finite.
+    """Turn random 32-bit integers into Gumbel(0, 1) noise, float32."""
+    # 23 bits plus 0.5 fit a float32 exactly, so the uniform number is never 0 or 1 and the logarithms are finite.
     uniform = ((bits >> 9).float() + 0.5) * 2**-23
     return -torch.log(-torch.log(uniform))
 

@@ -1,7 +1,7 @@
-"""What a request asks, what it grows into, and what it returns.
+"""A request, its growing answer, and what it returns.
 
-`Request` is a validated prompt, `Completion` the answer while it is being generated, `GenerationOutput` the answer when
-it is done. `Completion` is the only place that knows when a generation ends, in all six stages.
+`Request` is a validated prompt, `Completion` the answer during generation, `GenerationOutput` the finished answer. In
+all six stages, only `Completion` decides when a generation ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.stop_strings import first_stop, num_held_back
 from stage_a_naive.contract.token_rules import TokenRules
 
-NO_TOKEN = -2  # in place of an id, where no token can be chosen; -1 is a wrong guess of speculation
+NO_TOKEN = -2  # replaces an id if no token can be chosen; -1 is a wrong guess in speculation
 NO_SCORES = (
     "the model's scores for the next token have no finite maximum (NaN or infinity), so none can be chosen; "
     "if the checkpoint is whole, try dtype='float32'"
@@ -34,14 +34,14 @@ OnText = Callable[[int, str], None]  # (index of the prompt, new piece of its te
 class Metrics(TypedDict):
     """Times in seconds on a monotonic clock, read after the device has finished its work."""
 
-    # From the request's first step to its first token: sampling included, and from stage D on also whatever else runs
-    # in these steps (other prompts, decodes) and between its chunks.
+    # From the request's first step to its first token, sampling included. From stage D on it also includes
+    # everything else that runs in these steps (other prompts, decodes) and between the prompt's chunks.
     prefill_time: float
-    decode_time: float  # from the first token to the last; what else runs meanwhile and preemptions included
-    ttft: float  # time to first token: prefill_time, and before it the wait since the call had its prompts tokenized
-    tpot: float  # time per output token after the first; 0 where there was only one
+    decode_time: float  # from the first token to the last, including preemptions and other requests' work
+    ttft: float  # time to first token: the wait since the call tokenized its prompts, plus prefill_time
+    tpot: float  # time per output token after the first; 0 if there was only one
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens whose KV came out of a prefix cache
+    num_cached_tokens: int  # prompt tokens whose KV came from a prefix cache
     num_generated_tokens: int
     tokens_per_sec: float  # generated tokens / (prefill_time + decode_time)
 
@@ -56,16 +56,16 @@ class GenerationOutput(TypedDict):
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     metrics: Metrics
-    logprobs: NotRequired[list[dict[int, float]]]  # per step {token id: log-probability}, where they were asked for
+    logprobs: NotRequired[list[dict[int, float]]]  # per step {token id: log-probability}, if requested
     prompt_logprobs: NotRequired[list[dict[int, float] | None]]  # the same per token of the prompt; None for the first
-    error: NotRequired[Exception]  # what ended it, where `finish_reason` is "error"; the rest is what it had by then
+    error: NotRequired[Exception]  # what ended it, if `finish_reason` is "error"; other fields hold what it had by then
 
 
 @dataclass(frozen=True)
 class Request:
     """One prompt that has passed every check."""
 
-    index: int  # of its answer in the list of all answers
+    index: int  # position of its answer in the list of all answers
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int  # the caller's, or one that the engine chose
@@ -76,15 +76,15 @@ class Request:
 
 
 class Completion:
-    """One request's answer while it grows.
+    """One request's answer during generation.
 
     Args:
-        request: what was asked.
-        tokenizer: for the text.
+        request: the request to answer.
+        tokenizer: decodes the text.
         eos_token_ids: the model's end-of-sequence ids.
-        max_total_len: prompt and answer together hold at most this many tokens.
-        text_at_end: decode the text once, when all tokens are there. That is ten times cheaper than decoding after
-            every token. With stop strings it is decoded after every token all the same, because they are found in it.
+        max_total_len: the most tokens in prompt and answer together.
+        text_at_end: decode the text once, at the end. That is ten times cheaper than decoding after every token. With
+            stop strings the text is decoded after every token anyway, because the search for them needs it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Completion:
         self.logprobs: list[dict[int, float]] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
-        self.error: Exception | None = None  # what ended it, where that was an error of its own
+        self.error: Exception | None = None  # the error that ended this request, if any
         params = request.params
         self._tokenizer = tokenizer
         at_end, before, skip = text_at_end and not params.stop, request.prompt_token_ids, params.skip_special_tokens
@@ -110,12 +110,12 @@ class Completion:
         if params.stop:
             self._stop_ids |= special_ids(tokenizer, params.stop)
         self.max_total_tokens = min(len(request.prompt_token_ids) + params.max_tokens, max_total_len)
-        self._released = 0  # length of the text handed out; a possible start of a stop string is held back
-        self.text_ends: list[int] = []  # length of the text handed out after each token
+        self._released = 0  # length of the text returned so far; a possible start of a stop string is held back
+        self.text_ends: list[int] = []  # length of the returned text after each token
 
     @property
     def token_ids(self) -> list[int]:
-        """The generated ids, a new list."""
+        """Return the generated ids as a new list."""
         return self.all_token_ids[len(self.request.prompt_token_ids) :]
 
     @property
@@ -124,13 +124,14 @@ class Completion:
 
     @property
     def num_remaining_tokens(self) -> int:
-        """How many more tokens this completion may hold: an upper bound, an end-of-sequence token may come first."""
+        """Return how many more tokens this completion may take, if no end-of-sequence token comes first."""
         return self.max_total_tokens - len(self.all_token_ids)
 
     def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> str:
-        """Add a generated token and decide whether it was the last; returns the text that became certain.
+        """Add a generated token, decide whether it is the last, and return the text that became certain.
 
-        An error in the token's text ends the completion, and so does `NO_TOKEN`. A token after the end is dropped.
+        An error while decoding the token's text ends the completion, and so does `NO_TOKEN`. A token after the end is
+        dropped.
         """
         if self.finish_reason is not None:
             return ""
@@ -141,7 +142,7 @@ class Completion:
             return self._append(token_id, logprobs)
         except Exception:
             self.replay()
-            if self.error is None:  # it came from outside, as a signal handler's does: not the text's own error
+            if self.error is None:  # it came from outside, e.g. from a signal handler, and not from decoding the text
                 raise
             return ""
 
@@ -150,7 +151,7 @@ class Completion:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         piece = self._advance(token_id)
-        self.text_ends.append(self._released)  # last: a token that is counted here is complete
+        self.text_ends.append(self._released)  # done last: a token counted here is complete
         return piece
 
     def _advance(self, token_id: int) -> str:
@@ -165,10 +166,10 @@ class Completion:
         return "" if self._decoder is None else self._release()
 
     def finish(self, reason: FinishReason) -> str:
-        """End the completion; returns the text that had been held back."""
+        """End the completion and return the text that was held back."""
         if self.finish_reason is None:
             self._add_text(self._whole_text() if self._decoder is None else self._decoder.flush())
-            # The flushed text may itself complete a stop string, which then is the reason.
+            # The flushed text may itself complete a stop string, which is then the reason.
             self.finish_reason = self.finish_reason or reason
         return self._release()
 
@@ -209,16 +210,16 @@ class Completion:
                 self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End the completion with an error of its own: of its sampler, its text, its form or its callback."""
+        """End the completion with an error of its sampler, text, structured output or callback."""
         if self._decoder is None:
             with suppress(Exception):
                 self.text = self._whole_text()
         self.error, self.finish_reason = error, "error"
 
     def replay(self) -> None:
-        """Make the text anew from the tokens, where an exception may have broken `append` off half-way.
+        """Rebuild the text from the tokens after an exception that may have interrupted `append` half-way.
 
-        What raises again is the text's own error, and ends the completion.
+        An exception that is raised again comes from decoding the text, and ends the completion.
         """
         new = Completion(self.request, *self._options)
         logprobs = repeat(None) if self.request.params.logprobs is None else self.logprobs
@@ -235,9 +236,9 @@ class Completion:
         """Make the finished completion's output.
 
         Args:
-            arrival, start, first, end: when the call came in, the request's computation began, its first and its last
-                token were there; seconds on the monotonic clock.
-            num_cached: prompt tokens whose KV came out of a prefix cache.
+            arrival, start, first, end: when the call came in, when the request's computation began, and when its first
+                and its last token were ready; seconds on the monotonic clock.
+            num_cached: prompt tokens whose KV came from a prefix cache.
         """
         assert self.finish_reason is not None, "the completion is still growing"
         metrics = make_metrics(
@@ -265,7 +266,7 @@ class Completion:
 
 
 def returned(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
-    """Return the outputs of a call whose requests have all ended.
+    """Return a call's outputs once all its requests have ended, or raise the first request's error.
 
     Raises:
         Exception: the error of the first request that failed. Its attribute `outputs` is the list of all outputs.
@@ -279,7 +280,7 @@ def returned(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> set[int]:
-    """Return the ids of those texts that are special tokens, which appear in no answer's text that leaves them out."""
+    """Return the ids of the texts that are special tokens; an answer without special tokens cannot contain them."""
     wanted, added = set(texts), tokenizer.backend_tokenizer.get_added_tokens_decoder()
     ids = (token_id for token_id, token in added.items() if token.content in wanted)
     return {token_id for token_id in ids if is_special(tokenizer, token_id)}
@@ -291,7 +292,7 @@ def decode_all(
     before: Sequence[int] = (),
     skip_special_tokens: bool = True,
 ) -> str:
-    """Decode all ids at once, which continue others: exactly what the pieces of an `IncrementalDecoder` join to."""
+    """Decode all ids at once; the result equals the joined pieces of an `IncrementalDecoder` started with `before`."""
     backend, context = tokenizer.backend_tokenizer, last_with_text(tokenizer, before)
     length = len(backend.decode(context, skip_special_tokens=True))
     parts: list[str] = []
@@ -306,7 +307,7 @@ def decode_all(
 def make_metrics(
     *, prefill_time: float, decode_time: float, ttft: float, num_prompt: int, num_generated: int, num_cached: int = 0
 ) -> Metrics:
-    """Fill in the figures that follow from the measured ones."""
+    """Compute the figures that follow from the measured ones."""
     total = prefill_time + decode_time
     return Metrics(
         prefill_time=prefill_time,
@@ -321,7 +322,7 @@ def make_metrics(
 
 
 def synchronized_time(device: torch.device) -> float:
-    """Monotonic seconds, read once the device has done all the work that it was given.
+    """Wait until the device has finished all its work, then return the monotonic time in seconds.
 
     A GPU runs asynchronously: a clock that does not wait for it measures how fast the CPU launches work.
     """

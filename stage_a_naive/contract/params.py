@@ -1,7 +1,7 @@
-"""How one request wants its tokens chosen, checked when it is made.
+"""Sampling parameters of one request, validated when they are made.
 
-A wrong value costs an error message here, and not a wrong text later. Values are kept as plain Python numbers: a NumPy
-integer or float is as good as Python's own, a boolean is neither.
+A wrong value raises an error here instead of producing a wrong text later. Values are stored as plain Python numbers:
+NumPy integers and floats are accepted, booleans are not.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of every token already generated.
         frequency_penalty: subtracted once per occurrence from the logit of every token already generated.
         logit_bias: a mapping of token ids to numbers from -100 to 100, which are added to their logits before the
-            penalties: -100 keeps a token out, 100 leaves no other one. Log-probabilities are those without it.
-        bad_words: texts that the answer never has: neither the tokens of a word nor those of a space and the word. The
-            same text in other tokens is not found. None is no word.
-        allowed_token_ids: no other token is chosen, not even the end of the sequence. None is all.
-        min_tokens: nothing ends the answer before it has this many tokens: no end-of-sequence id, stop token or string.
+            penalties: -100 excludes a token, 100 practically forces it. Log-probabilities do not include the bias.
+        bad_words: texts that must not appear in the answer, each checked as the tokens of the word and of a space plus
+            the word. The same text in other tokens is not found. None is no word.
+        allowed_token_ids: the only tokens that may be chosen; this excludes even the end of the sequence. None allows
+            all.
+        min_tokens: no end-of-sequence id, stop token or stop string ends the answer before it has this many tokens.
         max_tokens: generate at most this many tokens.
         stop: strings that end the generation; the text is cut before them. None is no string.
-        stop_token_ids: token ids that end the generation, besides the model's own end-of-sequence ids. None is no id.
-        include_stop_str_in_output: cut the text behind the stop string, or the text of the stop token, instead.
-        ignore_eos: go on past the model's end-of-sequence ids (for benchmarks).
+        stop_token_ids: token ids that end the generation, in addition to the model's end-of-sequence ids. None is no
+            id.
+        include_stop_str_in_output: keep the stop string, or the text of the stop token, in the text.
+        ignore_eos: continue after the model's end-of-sequence ids (for benchmarks).
         skip_special_tokens: leave special tokens out of the text.
-        n: answers per prompt. They follow one another in the list of outputs, and use the seeds `seed`, `seed + 1`, ….
+        n: answers per prompt. They are consecutive in the list of outputs, and use the seeds `seed`, `seed + 1`, ….
         seed: makes the sampled tokens reproducible; None takes a fresh seed from the engine.
-        logprobs: also return the log-probabilities of this many likeliest tokens at every step, and the chosen one's.
-        prompt_logprobs: the same for every token of the prompt but the first, in a prefill of its own.
-        structured_outputs: the form of the answer, exactly one of `{"json": schema}`, `{"regex": text}`,
-            `{"choice": [texts]}`, `{"grammar": text}` and `{"json_object": True}`. The engine of `beyond` takes it.
+        logprobs: also return the log-probabilities of this many likeliest tokens and of the chosen one, at every step.
+        prompt_logprobs: the same for every token of the prompt except the first, in a separate prefill.
+        structured_outputs: what the answer must match, exactly one of `{"json": schema}`, `{"regex": text}`,
+            `{"choice": [texts]}`, `{"grammar": text}` and `{"json_object": True}`. Only the engine of `beyond` supports
+            it.
 
     Raises:
         ValueError: a value is out of range; the message names it.
@@ -60,8 +63,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Any = ()  # a mapping or None; once checked pairs of a token id and a number
-    bad_words: Any = ()  # strings or None; once checked a tuple of strings
+    logit_bias: Any = ()  # a mapping or None; after the check, pairs of a token id and a number
+    bad_words: Any = ()  # strings or None; after the check, a tuple of strings
     allowed_token_ids: Sequence[int] | None = None
     min_tokens: int = 0
     max_tokens: int = 64
@@ -74,10 +77,10 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: Any = None  # a mapping; once checked a `StructuredOutputs`, or None
+    structured_outputs: Any = None  # a mapping; after the check, a `StructuredOutputs`, or None
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Refuse the parameters that only vLLM has."""
+        """Reject parameters that only vLLM has."""
         for name in UNSUPPORTED.keys() & given.keys():
             raise TypeError(f"{name} is not supported: {UNSUPPORTED[name]}")
         return super().__new__(cls)
@@ -91,12 +94,12 @@ class SamplingParams:
 
     @property
     def has_token_rules(self) -> bool:
-        """Whether it adds to the logits of single tokens: see `token_rules.py`."""
+        """Whether it changes the logits of single tokens: see `token_rules.py`."""
         return bool(self.logit_bias or self.bad_words or self.min_tokens or self.allowed_token_ids)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the choice of a token depends on the ones before."""
+        """Whether the choice of a token depends on earlier tokens."""
         return bool(self.bad_words) or self.needs_penalties
 
     @property
@@ -105,7 +108,7 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def filters(self, vocab_size: int) -> bool:
-        """Whether top-k, top-p or min-p can keep a token of the vocabulary from being sampled."""
+        """Whether top-k, top-p or min-p can exclude a token of the vocabulary."""
         return 0 < self.top_k < vocab_size or self.top_p < 1 or self.min_p > 0
 
 
@@ -124,12 +127,12 @@ def check_field(
 
 
 def as_boolean(value: object) -> bool | None:
-    """`value` if it is True or False; None if it is anything else."""
+    """Return `value` if it is True or False; None if it is anything else."""
     return value if isinstance(value, bool) else None
 
 
 def as_integer(value: Any) -> int | None:
-    """`value` as a Python integer; None if it is a boolean or no integer."""
+    """Return `value` as a Python integer; None if it is a boolean or no integer."""
     if isinstance(value, bool):
         return None
     try:
@@ -139,7 +142,7 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """`value` as a Python float; None if it is a boolean, no real number, or not finite."""
+    """Return `value` as a Python float; None if it is a boolean, no real number, or not finite."""
     if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
         return None
     try:
@@ -193,7 +196,7 @@ UNSUPPORTED = {  # vLLM's parameters that `SamplingParams` lacks, and what to do
     "use_beam_search": "sample n answers with logprobs=0, and keep the likeliest",
 }
 
-RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed, and the same in words
+RULES = {  # for each field of `SamplingParams`: the conversion, the condition, and the condition in words
     "temperature": (as_number, lambda v: v >= 0, "a finite number, 0 or more"),
     "top_k": (as_integer, lambda v: v >= 0, "an integer, 0 (off) or more"),
     "top_p": (as_number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
@@ -224,17 +227,17 @@ RULES = {  # of the fields of `SamplingParams`: the plain form, what is allowed,
 
 
 def check_sampling_fn(sampling_fn: object) -> None:
-    """Raise `ValueError` for what cannot be called with logits and parameters, as samplers of one tensor cannot."""
+    """Raise `ValueError` if `sampling_fn` cannot be called with logits and parameters, e.g. takes only a tensor."""
     if not callable(sampling_fn):
         raise ValueError(f"sampling_fn must be None or a function fn(logits, params), got {shown(sampling_fn)}")
     try:
         parameters = list(inspect.signature(sampling_fn).parameters.values())
-    except ValueError:  # a function of C that does not say
+    except ValueError:  # a C function without a signature
         return
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return
     second = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:2]
-    # A second parameter that is a number by default, as in nucleus(logits, p=0.9), is none for a list of parameters.
+    # A second parameter whose default is a number, as in nucleus(logits, p=0.9), is not for a list of parameters.
     if not second or as_number(second[0].default) is not None:
         raise ValueError(
             "sampling_fn is called as fn(logits, params), with one SamplingParams per row, and this one takes logits "

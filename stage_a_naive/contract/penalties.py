@@ -1,4 +1,4 @@
-"""Penalties: lower the scores of tokens that were used already, so that the model repeats itself less."""
+"""Penalties, which lower the scores of tokens already used, so that the model repeats itself less."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from stage_a_naive.contract.params import SamplingParams
 def apply_penalties(
     logits: Tensor, params: Sequence[SamplingParams], prompt_ids: Sequence[list[int]], output_ids: Sequence[list[int]]
 ) -> Tensor:
-    """Lower the scores of tokens already used, in new logits.
+    """Return new logits with lower scores for tokens already used.
 
     Args:
         logits: `[rows, vocab]`, float32.
         params: one per row.
-        prompt_ids, output_ids: the tokens of each row's prompt, and those it has generated so far.
+        prompt_ids, output_ids: the tokens of each row's prompt, and its generated tokens so far.
 
-    The repetition penalty is that of Keskar et al., "CTRL" (2019), over prompt and output; the presence and frequency
-    penalties are OpenAI's, over the output alone.
+    The repetition penalty is from Keskar et al., "CTRL" (2019), and counts prompt and output; the presence and
+    frequency penalties are OpenAI's, and count only the output.
     """
     logits = logits.clone()
     for row, (p, prompt, output) in enumerate(zip(params, prompt_ids, output_ids, strict=True)):

@@ -1,4 +1,4 @@
-"""Prompts that are more than a plain text, and what is wrong with those that are refused.
+"""Read prompts that are more than a plain text, and explain why a prompt is rejected.
 
 A prompt is text, a list of token ids, or vLLM's dictionaries of either: `{"prompt": "…"}`, `{"prompt_token_ids": […]}`.
 """
@@ -21,7 +21,7 @@ _KEYS = {"prompt", "prompt_token_ids"}
 
 
 def text_or_ids(index: int, prompt: Any) -> str | list[int]:
-    """Return the text or the token ids of prompt number `index`; `ValueError` names what is neither."""
+    """Return the text or the token ids of prompt number `index`; `ValueError` if it is neither."""
     if isinstance(prompt, Mapping):
         if not prompt or set(prompt) - _KEYS:
             raise ValueError(
@@ -40,7 +40,7 @@ def token_ids(index: int, ids: Any) -> list[int]:
         raise ValueError(f"prompt {index}: a prompt is text or a list of token ids, got {shown(ids)}{hint}")
     to_list = getattr(ids, "tolist", None)
     listed = list(ids) if to_list is None else to_list()
-    if set(map(type, listed)) <= {int}:  # the usual case, ten times faster than one by one
+    if set(map(type, listed)) <= {int}:  # the usual case, ten times faster than a check of each
         return listed
     plain: list[Any] = [as_integer(i) for i in listed]
     if None in plain:
@@ -49,7 +49,7 @@ def token_ids(index: int, ids: Any) -> list[int]:
 
 
 def check_text(index: int, text: str) -> None:
-    """Refuse text that no UTF-8 can hold: half of a surrogate pair, as undecodable bytes leave behind."""
+    """Reject text that UTF-8 cannot encode: half of a surrogate pair, which undecodable bytes leave."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -62,13 +62,13 @@ def check_text(index: int, text: str) -> None:
 def check_text_length(
     index: int, text: str, tokenizer: PreTrainedTokenizerFast, longest_token: int, max_tokens: int
 ) -> None:
-    """Refuse text that is too long however it is cut into tokens, without cutting it.
+    """Reject text that is too long however it is tokenized, without tokenizing it.
 
     Args:
         longest_token: length of the vocabulary's longest token.
         max_tokens: how many tokens a prompt may have.
     """
-    # A tokenizer's normalizer may compose up to four characters to one; text that is composed keeps its length.
+    # A tokenizer's normalizer may compose up to four characters into one; composed text keeps its length.
     composed = tokenizer.backend_tokenizer.normalizer is None or unicodedata.is_normalized("NFC", text)
     at_least = len(text) // (longest_token * (1 if composed else 4))
     if at_least > max_tokens:
@@ -78,7 +78,7 @@ def check_text_length(
 
 
 def refuse_ids(index: int, ids: list[int], max_model_len: int, vocab_size: int) -> NoReturn:
-    """Say what is wrong with the token ids of a prompt."""
+    """Raise the error that says what is wrong with the token ids of a prompt."""
     if not ids:
         raise ValueError(f"prompt {index} is empty; a model needs at least one token to continue from")
     if len(ids) > max_model_len - 1:

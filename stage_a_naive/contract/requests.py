@@ -1,4 +1,4 @@
-"""From the prompts and parameters of a call to one request per answer, and what a call adds to the answers."""
+"""Turn the prompts and parameters of a call into one request per answer, and add prompt log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stage_a_naive.contract.params import SamplingParams
 
 
 def one_per_prompt(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
-    """Return a list of sampling parameters; `ValueError` if it is none, or not one for each prompt."""
+    """Return sampling parameters as a list; `ValueError` unless it is a list with one entry per prompt."""
     if isinstance(sampling_params, (str, bytes, Mapping)) or not isinstance(sampling_params, Iterable):
         raise ValueError(f"sampling_params is a SamplingParams, or a list of them, got {shown(sampling_params)}")
     params = list(sampling_params)
@@ -23,7 +23,7 @@ def one_per_prompt(sampling_params: Any, num_prompts: int) -> list[SamplingParam
 
 
 def one_per_answer(requests: Sequence[Request]) -> list[Request]:
-    """Repeat each request `n` times, as its parameters say, with a seed that is one higher each time."""
+    """Repeat each request `n` times, as its parameters say, and increase the seed by one each time."""
     answers = [(request, i) for request in requests for i in range(request.params.n)]
     return [
         replace(request, index=index, seed=(request.seed + i) % 2**64, answer_index=i)
@@ -32,7 +32,7 @@ def one_per_answer(requests: Sequence[Request]) -> list[Request]:
 
 
 def only_answer(requests: list[Request]) -> Request:
-    """Return the only request of a list; `ValueError` if a prompt is to have several answers."""
+    """Return the only request of a list; `ValueError` if a prompt asks for several answers."""
     if len(requests) > 1:
         raise ValueError(f"n={len(requests)} answers to one prompt are what generate and chat give; leave n out here")
     return requests[0]
@@ -45,12 +45,12 @@ def add_prompt_logprobs(
 
     Args:
         outputs, requests: of one call, in the same order.
-        score: computes them from the ids of a prompt, for this many of the likeliest tokens.
+        score: computes log-probabilities from a prompt's ids and the number of likeliest tokens to return.
     """
     scores: PromptLogprobs = []
     for output, request in zip(outputs, requests, strict=True):
         count = request.params.prompt_logprobs
         if count is not None:
-            if request.answer_index == 0:  # those of the same prompt follow
+            if request.answer_index == 0:  # other answers to the same prompt follow
                 scores = score(request.prompt_token_ids, count)
             output["prompt_logprobs"] = scores

@@ -1,4 +1,4 @@
-"""The form that a request wants its answer to have: checked here, enforced by the engine of `beyond`."""
+"""What a request's `structured_outputs` ask for: validated here, enforced by the engine of `beyond`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ NO_FORMS = (
 
 
 class GrammarError(ValueError):
-    """A form that an answer cannot have; the message says why and what to do."""
+    """A `structured_outputs` request that cannot be served; the message says why and what to do."""
 
 
 class StructuredOutputs(NamedTuple):
-    """A form in plain text, so that equal forms are equal and can be sent to another process."""
+    """A constraint on the answer as plain text, so that it can be compared and sent to another process."""
 
     kind: str  # one of `KINDS`
     text: str  # JSON of the schema or of the list of choices; the expression or grammar itself; "" for json_object
 
 
 def as_structured_outputs(value: Any) -> StructuredOutputs | None:
-    """Return the one form that a mapping asks for; None if it is wrong or asks for none or several."""
+    """Return the one constraint in a mapping; None if the mapping is malformed or has none or several."""
     if isinstance(value, StructuredOutputs):
         return value
     if not isinstance(value, Mapping) or not set(value) <= set(KINDS):

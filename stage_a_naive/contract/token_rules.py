@@ -1,12 +1,12 @@
-"""Rules about single tokens: what a request adds to their logits before one of them is chosen.
+"""Rules about single tokens: what a request adds to their logits before a token is chosen.
 
     logit_bias          a number from -100 to 100
-    min_tokens          -inf for the ids that end an answer, until the answer has that many tokens
-    bad_words           -inf for the last token of a word, where the answer ends in the word's other tokens
+    min_tokens          -inf for the ids that end an answer, until the answer has this many tokens
+    bad_words           -inf for the last token of a word, if the answer ends with the word's other tokens
     allowed_token_ids   -inf for every other id
 
-The first three are a list of (row, token id, number) that is added to the logits. Of a row with allowed ids, only their
-logits are kept. A row with rules costs its step a copy of its logits in float32, and a copy of the lists to the device.
+The first three become a list of (row, token id, number) that is added to the logits. A row with allowed ids keeps only
+the logits of these ids. For rows with rules, a step copies the logits in float32, and copies the lists to the device.
 Other rows cost nothing.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 FORBIDDEN = -math.inf
 FOREVER = 2**62  # tokens
-ANY = -1  # in place of a token id: whichever it is
+ANY = -1  # matches any token id
 
 
 class Addition(NamedTuple):
-    """What is added to the logit of a token, if the row's last token is `after`."""
+    """A number to add to a token's logit if the row's last token is `after`."""
 
     token_id: int
     number: float
@@ -45,10 +45,10 @@ class TokenRules:
 
     Attributes:
         biases: pairs of a token id and a number.
-        min_tokens: the answer has at least this many tokens before one of `end_ids`.
-        end_ids: what ends an answer.
+        min_tokens: the least number of tokens before one of `end_ids`.
+        end_ids: the ids that end an answer.
         bad_words: the tokens of each word, at least one.
-        allowed: the only ids that may be chosen; none is all.
+        allowed: the only ids that may be chosen; an empty tuple allows all.
     """
 
     biases: tuple[tuple[int, float], ...] = ()
@@ -66,10 +66,11 @@ class TokenRules:
         eos_token_ids: frozenset[int],
         vocab_size: int,
     ) -> TokenRules:
-        """Make the rules that prompt `index` asks for.
+        """Make the rules for prompt `index`.
 
         Raises:
-            ValueError: an id is outside the vocabulary, a word has no tokens, or some answer would have no next token.
+            ValueError: an id is outside the vocabulary, a word has no tokens, or an answer could run out of allowed
+                tokens.
         """
         allowed = tuple(params.allowed_token_ids or ())
         for name, ids in (("logit_bias", dict(params.logit_bias)), ("allowed_token_ids", allowed)):
@@ -81,7 +82,7 @@ class TokenRules:
         words = dict.fromkeys(spelling for word in params.bad_words for spelling in _spellings(word, tokenizer))
         if () in words:
             raise ValueError(f"bad_words of prompt {index} has a word without tokens: {shown(params.bad_words)}")
-        # What the model cannot choose needs no rule.
+        # Ids that the model cannot choose need no rule.
         end_ids = frozenset(token_id for token_id in end_ids if token_id < vocab_size)
         words = tuple(word for word in words if max(word) < vocab_size)
         forbidden = end_ids.union(word[-1] for word in words)
@@ -94,15 +95,15 @@ class TokenRules:
 
     @property
     def until(self) -> int:
-        """How many tokens an answer has from which on it has no rules."""
+        """The number of generated tokens from which on the rules no longer apply."""
         return FOREVER if self.biases or self.bad_words or self.allowed else self.min_tokens
 
     def additions(self, num_generated: int, known: Sequence[int]) -> Iterable[Addition]:
-        """Say what is added to logits, `allowed` aside.
+        """Yield everything that is added to the logits; `allowed` is handled separately.
 
         Args:
-            num_generated: tokens that the answer has.
-            known: these tokens, all of them or all but the last, which then is on the device alone.
+            num_generated: number of tokens in the answer.
+            known: these tokens, all of them or all but the last, which is then only on the device.
         """
         for token_id, number in self.biases:
             yield Addition(token_id, number)
@@ -117,7 +118,7 @@ class TokenRules:
 
 
 def _spellings(word: str, tokenizer: PreTrainedTokenizerFast) -> list[tuple[int, ...]]:
-    """Return the tokens of a word at the beginning of a text, and behind a space."""
+    """Return the tokens of a word at the beginning of a text, and after a space."""
     texts = word.lstrip(), " " + word.lstrip()
     return [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
@@ -129,14 +130,14 @@ def apply_rules(
     known: Sequence[Sequence[int]],
     last: Tensor | None = None,
 ) -> Tensor:
-    """Apply each row's rules to its logits, in new float32 ones, without waiting for the device.
+    """Apply each row's rules to a float32 copy of its logits, without waiting for the device.
 
     Args:
         logits: `[rows, vocab]`.
-        rules: one per row; None is none.
+        rules: one per row; None means no rules.
         steps: how many tokens each row has generated.
         known: these tokens, as in `additions`.
-        last: each row's last token, `[rows]`, on the device; needed where the host does not know it.
+        last: each row's last token, `[rows]`, on the device; needed if the host does not know it.
     """
     asking = [(row, own) for row, own in enumerate(rules) if own is not None]
     scores, device = logits.to(torch.float32, copy=True), logits.device
@@ -154,6 +155,6 @@ def apply_rules(
 
 
 def _to_device(entries: list, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy a list of tuples to the device, a row of the tensor for each column."""
+    """Copy a list of tuples to the device, as a tensor with one row per tuple position."""
     columns = torch.tensor(entries, dtype=dtype, pin_memory=device.type == "cuda")
     return columns.to(device, non_blocking=True).T

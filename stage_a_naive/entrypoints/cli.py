@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from stage_a_naive.contract.outputs import GenerationOutput, Metrics
     from stage_a_naive.entrypoints.frontend import Frontend
 
-# The course's own question. Its answer speaks of later stages, so stage A is asked for what it teaches. The tutor knows
-# all four.
+# The default question. Its answer mentions later stages, so stage A is asked about its own topic instead. The tutor
+# knows all four.
 DEFAULT_PROMPTS = {
     "zh": "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？",
     "en": "How do I build a mini vLLM inference loop from scratch? Answer in bullet points.",
@@ -34,11 +34,11 @@ DEFAULT_PROMPTS = {
 FIRST_PROMPTS = {"zh": "什么是 KV cache？", "en": "What is a KV cache?"}
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
 AddOptions = Callable[[argparse._ArgumentGroup], None]
-Idea = Callable[[Any, "Metrics"], str]  # what the stage (its `LLM`) adds to the one before, with its count in an answer
+Idea = Callable[[Any, "Metrics"], str]  # says what the stage (its `LLM`) adds to the one before, with a count
 
 
 def default_prompt(stage: str) -> str:
-    """Return the question that a stage is asked, in Chinese where the locale is Chinese, and in English elsewhere."""
+    """Return the default question for a stage: in Chinese if the locale is Chinese, else in English."""
     locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
     prompts = FIRST_PROMPTS if stage == "stage_a_naive" else DEFAULT_PROMPTS
     return prompts["zh" if locale.startswith("zh") else "en"]
@@ -59,7 +59,7 @@ def build_parser(stage: str, description: str, add_options: AddOptions | None = 
         (model, "model", str, "tutor", sources),
         (model, "device", str, "auto", "auto | cpu | cuda"),
         (model, "dtype", str, "auto", "auto | float32 | float16 | bfloat16"),
-        (model, "seed", int, 0, "for random weights and unseeded requests"),
+        (model, "seed", int, 0, "seed of random weights and unseeded requests"),
         (sampling, "max-tokens", int, 256, "the most tokens to generate"),
         (sampling, "temperature", float, 0.0, "0 takes the best token; higher is more random"),
         (sampling, "top-k", int, 0, "sample from the K best tokens; 0 is off"),
@@ -97,13 +97,13 @@ def run(
     """Answer one prompt with the package `stage`.
 
     Returns:
-        The exit code: 0, also when the reader of a pipe has gone; 2 after a one-line error; 130 after Ctrl-C.
+        The exit code: 0, also if the reader of a pipe has gone; 2 after a one-line error; 130 after Ctrl-C.
     """
     if sys.stdout is None:  # closed by `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it stays open)
     try:
         try:
-            # What a terminal cannot show becomes a question mark. (An ordinary stdout is a `TextIOWrapper`.)
+            # Characters that the terminal cannot show become question marks. (An ordinary stdout is a `TextIOWrapper`.)
             sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
             if not sys.stderr.isatty():  # a log file
                 os.environ.setdefault("TQDM_MININTERVAL", "1")  # other libraries' bars: once a second
@@ -120,7 +120,7 @@ def run(
     except OSError as error:
         print(f"error: {cannot_write(error) if error.errno in CANNOT_WRITE else one_line(error)}", file=sys.stderr)
         return 2
-    except (ValueError, MemoryError, NotImplementedError) as error:  # the last one: of an exercise that is not done yet
+    except (ValueError, MemoryError, NotImplementedError) as error:  # the last one: an exercise that is not done
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -128,7 +128,7 @@ def run(
         print(f"error: {sys.executable} lacks the package {error.name!r}; {advice}", file=sys.stderr)
         return 2
     except EngineBroken as error:
-        print(f"error: {error}", file=sys.stderr)  # what happened, and behind it what the part that died reported
+        print(f"error: {error}", file=sys.stderr)  # what happened, then what the part that died reported
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -154,7 +154,7 @@ def _answer(stage: Any, options: dict, idea: Idea | None) -> None:
             advice = "set LC_ALL=C.UTF-8, or another locale in UTF-8"
             raise ValueError(f"this locale's encoding is {sys.getfilesystemencoding()}: {advice}") from None
         raise ValueError(f"the prompt is not valid UTF-8: {prompt.encode(errors='surrogateescape')!r}") from None
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # of the minute before: mostly of other programs
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # average of the last minute: mostly other programs
     with interrupts_end_the_process():
         params = stage.SamplingParams(**{name: options.pop(name) for name in SAMPLING_OPTIONS})
         llm = stage.LLM(model, **options)
@@ -172,7 +172,7 @@ def _print_piece(index: int, piece: str) -> None:
 
 
 def _explain_unknown(question: str) -> None:
-    """Say on stderr that the tutor was not trained on this question, and which ones come near."""
+    """Print on stderr that the tutor was not trained on this question, and the nearest ones."""
     entries = read_faq() + read_open_ended() + read_tool_calls()
     if is_known(question, entries):
         return
@@ -185,7 +185,7 @@ def _explain_unknown(question: str) -> None:
 
 
 def _busy_line(load: float) -> str:
-    """Say that other programs want the processors too; empty where they leave enough of them."""
+    """Return a note that other programs use the processors; empty if enough are free."""
     processors = os.cpu_count() or 1
     if load < 0.75 * processors:
         return ""
@@ -197,7 +197,7 @@ def performance_summary(llm: Frontend, output: GenerationOutput, idea: Idea | No
     """Return the figures of one request, as the command line prints them.
 
     Args:
-        load: processes that wanted a processor before the request ran, as `os.getloadavg` says.
+        load: runnable processes before the request ran, from `os.getloadavg`.
     """
     m = output["metrics"]
     generated = m["num_generated_tokens"]

@@ -1,7 +1,7 @@
-"""What a user touches: `generate` and `chat`, the same in every stage.
+"""The user interface: `generate` and `chat`, the same in every stage.
 
-The front end checks everything before anything runs: a bad request costs an error message and nothing else. It hands
-plain `Request`s to the stage's own `_generate`.
+The front end validates everything before anything runs, so a bad request only causes an error message. It passes plain
+`Request`s to the stage's `_generate`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Frontend:
     A stage loads its model, sets `vocab_size` and `max_model_len`, and implements `_generate`.
 
     Args:
-        model, device, dtype, seed: those of every `LLM`.
+        model, device, dtype, seed: as in every `LLM`.
 
     Attributes:
-        source, device, dtype: which model, where and in what.
+        source, device, dtype: the model's source, its device and its dtype.
         sampling_fn: replace it to choose tokens yourself: called as `fn(logits [rows, vocab] float32, params)` with one
             `SamplingParams` per row, it returns the ids `[rows]`. The logits are a copy. None is the built-in sampler.
             A call of `generate` keeps the function that was set when it began.
@@ -59,7 +59,7 @@ class Frontend:
         self.tokenizer = load_tokenizer(self.source)
         self.eos_token_ids = eos_token_ids(self.source, self.tokenizer)
         self.sampling_fn: SamplingFunction | None = None
-        self._seeds = random.Random(pick_seed(seed))  # for the requests that bring no seed of their own
+        self._seeds = random.Random(pick_seed(seed))  # for requests without a seed
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.RLock()  # held for a call: an engine has one set of buffers
@@ -67,13 +67,13 @@ class Frontend:
 
     @property
     def model_bytes(self) -> ModelBytes:
-        """What a decode step reads."""
+        """The bytes that a decode step reads."""
         from stage_a_naive.floor import ModelBytes  # here: only a summary needs it
 
         return ModelBytes(self.source.config, self.dtype.itemsize)
 
     def memory_line(self, metrics: Metrics) -> str:
-        """Say for a summary what a token read, and how far its time is from the floor; empty without a decode step."""
+        """Return a summary of the bytes read per token and the distance from the floor; empty without a decode step."""
         from stage_a_naive.floor import against_floor  # here: only a summary needs it
 
         return against_floor(self.model_bytes, self.device, metrics)
@@ -92,17 +92,17 @@ class Frontend:
                 may also be a dictionary, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: one for all prompts, or a list with one for each.
             use_tqdm: show a progress bar.
-            on_text: called as `on_text(index, piece)` with every piece of text as it becomes known, of this output.
+            on_text: called as `on_text(index, piece)` with every new piece of text of output `index`.
 
         Returns:
-            One `GenerationOutput` per prompt, or as many as its `n` says, in the order of the prompts.
+            One `GenerationOutput` per prompt, or `n` of them, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt or the parameters are out of range; nothing has run then.
+            ValueError: a prompt or the parameters are out of range; in this case nothing has run.
             RuntimeError: the engine is closed, belongs to another process, or is inside a call of this thread already.
-            Exception: what ended one request: an error of its sampler, its text, its form or its callback. It is raised
-                when all requests have ended, and has all outputs as `error.outputs`; those of requests that failed have
-                the `finish_reason` "error", and the exception as `error`.
+            Exception: the error that ended one request, from its sampler, text, structured output or callback. It is
+                raised after all requests have ended, with all outputs in `error.outputs`; the outputs of failed
+                requests have the `finish_reason` "error" and the exception in `error`.
         """
         requests = self.requests(prompts, sampling_params)
         with self._one_call():
@@ -138,13 +138,13 @@ class Frontend:
             ValueError: a conversation is empty, malformed or too long, or the template refuses it or its arguments.
         """
         self._check_usable()
-        # A template writes the special tokens out; ChatML in its place says nothing about how a text begins.
+        # A template writes the special tokens itself; its substitute ChatML does not write the one that begins a text.
         add_special = not self.tokenizer.chat_template
         texts = enumerate(render_chats(self.tokenizer, messages, chat_template_kwargs))
         return [self.encode(i, text, add_special) for i, text in texts]
 
     def close(self) -> None:
-        """End the engine: later calls are refused. A second call does nothing."""
+        """End the engine; later calls raise an error. A second call does nothing."""
         self._closed = True
 
     def _check_usable(self) -> None:
@@ -160,10 +160,10 @@ class Frontend:
     def _one_call(self) -> Iterator[None]:
         """Hold the engine for one call, while calls from other threads wait.
 
-        A stage whose engine serves several calls side by side overrides it.
+        A stage whose engine serves several calls at once overrides it.
 
         Raises:
-            RuntimeError: this thread holds the engine already, so that it would wait for itself.
+            RuntimeError: this thread already holds the engine and would wait for itself.
         """
         if self._calling_thread == threading.get_ident():
             raise RuntimeError(
@@ -182,9 +182,9 @@ class Frontend:
         raise NotImplementedError(f"{type(self).__name__} has no engine")
 
     def encode(self, index: int, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Text -> token ids, with what this tokenizer puts around a text (Llama's begin-of-sequence token)."""
+        """Tokenize a text, with the tokens that this tokenizer adds to it (Llama's begin-of-sequence token)."""
         limit = self.max_model_len - 1
-        if len(text) > 16 * limit:  # few tokens are longer: cutting a shorter text into tokens will not take long
+        if len(text) > 16 * limit:  # few tokens are longer: tokenizing a shorter text does not take long
             check_text_length(index, text, self.tokenizer, self._longest_token, limit)
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -197,20 +197,20 @@ class Frontend:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
-        """Compute a prompt's log-probabilities: of `count` tokens at every position, and of the prompt's own."""
+        """Compute a prompt's log-probabilities: of each token and of the `count` likeliest in its place."""
         raise NotImplementedError(f"{type(self).__name__} has no model")
 
     def requests(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Request]:
-        """Check prompts and parameters as `generate` does, without running them; returns a request for each answer."""
+        """Check prompts and parameters as `generate` does and return a request for each answer, without running it."""
         self._check_usable()
         prompt_list = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(prompt_list)
         else:
             params = one_per_prompt(sampling_params, len(prompt_list))
-        sampling_fn = self.sampling_fn  # read once: all requests of a call have the same
+        sampling_fn = self.sampling_fn  # read once, so that all requests of a call have the same
         if sampling_fn is not None:
             check_sampling_fn(sampling_fn)
         numbered = enumerate(zip(prompt_list, params, strict=True))
@@ -236,12 +236,12 @@ class Frontend:
         return Request(index, ids, params, seed, sampling_fn, rules, prompt_index=index)
 
     def _check_structured_outputs(self, index: int, params: SamplingParams, fn: SamplingFunction | None) -> None:
-        """Check the form that a request wants its answer to have; `GrammarError` where it cannot be had, as here."""
+        """Validate a request's structured output; raise `GrammarError` if it is not supported, as here."""
         raise GrammarError(NO_FORMS.format(index))
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt or several -> a list of prompts.
+    """Return one prompt or several as a list of prompts.
 
     Raises:
         ValueError: it is neither, or a flat list of token ids, which could mean one prompt or many.

@@ -1,8 +1,8 @@
 """Ctrl-C ends a command with one word and the exit status 130, from its first line on.
 
-While Python imports, an exception is the wrong way to be interrupted: nobody catches it, or a library that is being
-imported does and goes on. So a package that is run as a command (`python -m stage_a_naive`) first of all has Ctrl-C end
-the process. When the command's work begins, Ctrl-C is an exception again, and what is open gets closed.
+While Python imports, an exception is the wrong way to interrupt: either nothing catches it, or the library being
+imported catches it and continues. So when a package is run as a command (`python -m stage_a_naive`), it first lets
+Ctrl-C end the process. When the command's work begins, Ctrl-C raises an exception again, and open resources get closed.
 """
 
 import errno
@@ -24,12 +24,12 @@ CANNOT_WRITE = {
 
 
 def cannot_write(error: OSError) -> str:
-    """Say what could not be written, and what helps."""
+    """Return a message that says what could not be written, and what helps."""
     return f"{error.filename or 'what is printed'}: {error.strerror}{CANNOT_WRITE.get(error.errno or 0, '')}"
 
 
 def drop_output() -> None:
-    """Let what is still buffered for a reader that has gone go nowhere."""
+    """Discard output that is still buffered for a reader that has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -37,12 +37,12 @@ def end_at_once(*_: object) -> None:
     """End the process, as a handler of SIGINT."""
     try:
         print("\ninterrupted", file=sys.stderr, flush=True)
-    finally:  # also where nobody reads it: in `… 2>&1 | tee log`, Ctrl-C ends `tee` too
+    finally:  # even if nothing reads stderr: in `… 2>&1 | tee log`, Ctrl-C also ends `tee`
         os._exit(130)
 
 
 def end_at_once_if_a_command() -> None:
-    """From now on let Ctrl-C end the process, if it was started as `python -m` and one of our packages."""
+    """From now on let Ctrl-C end the process, if it was started as `python -m` with a package of the course."""
     words = sys.orig_argv
     is_command = "-m" in words[:-1] and words[words.index("-m") + 1].startswith(COMMANDS)
     if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -51,9 +51,9 @@ def end_at_once_if_a_command() -> None:
 
 @contextmanager
 def interrupts_end_the_process() -> Iterator[None]:
-    """Within the block, let Ctrl-C end the process at once; after it, raise `KeyboardInterrupt`."""
+    """Let Ctrl-C end the process at once within the block, and raise `KeyboardInterrupt` after it."""
     before = signal.getsignal(signal.SIGINT)
-    if before not in (signal.default_int_handler, end_at_once):  # ignored, as in the background of a shell
+    if before not in (signal.default_int_handler, end_at_once):  # ignored, as for a shell's background jobs
         yield
         return
     signal.signal(signal.SIGINT, end_at_once)
@@ -67,7 +67,7 @@ def run_command(main: Callable[[], int | None]) -> int | None:
     """Run a command's main function, in which Ctrl-C raises `KeyboardInterrupt`.
 
     Returns:
-        Its exit status; 130 after Ctrl-C, 0 where the reader of a pipe has gone, and 2 where nothing can be written.
+        Its exit status; 130 after Ctrl-C, 0 if the reader of a pipe has gone, and 2 if nothing can be written.
     """
     try:
         if signal.getsignal(signal.SIGINT) is end_at_once:

@@ -1,6 +1,7 @@
-"""The reader's language: `tr` gives a text in the one that the locale asks for, and English where there is no other.
+"""The reader's language: `tr` translates a text into the locale's language; without a translation it stays English.
 
-English is the key. After a change of `locale/zh/LC_MESSAGES/six_engines.po` gettext's own tool makes the catalogue:
+The English text is the key. After a change to `locale/zh/LC_MESSAGES/six_engines.po`, gettext's tool compiles the
+catalogue:
 
     msgfmt --check -o six_engines.mo six_engines.po
 """
@@ -14,10 +15,10 @@ tr, counted = CATALOGUE.gettext, CATALOGUE.ngettext
 
 
 def columns(text: str) -> int:
-    """How many columns of a terminal a text takes; a Chinese character takes two."""
+    """Return how many terminal columns a text takes; a Chinese character takes two."""
     return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
 
 
 def padded(text: str, width: int) -> str:
-    """Fill a text with spaces up to a number of columns."""
+    """Pad a text with spaces to a number of columns."""
     return text + " " * (width - columns(text))

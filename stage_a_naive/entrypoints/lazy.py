@@ -1,7 +1,7 @@
-"""Public names of a package that are imported when they are first used.
+"""Import the public names of a package when they are first used.
 
-`python -m stage_d_paged --help` first imports the package `stage_d_paged`. If that imported the engine, the reader
-would wait seconds for PyTorch before seeing one line of help.
+`python -m stage_d_paged --help` first imports the package `stage_d_paged`. If the package imported the engine, the help
+would appear only after seconds, because PyTorch is slow to import.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 def import_when_used(package: str, defined_in: dict[str, str]) -> Callable[[str], object]:
-    """Make the `__getattr__` of a package, which Python calls for names that the package does not have yet (PEP 562).
+    """Make a package's `__getattr__`, which Python calls for names that the package does not have yet (PEP 562).
 
     Args:
         package: its name, for the error message.

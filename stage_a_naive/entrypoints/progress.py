@@ -10,6 +10,6 @@ from tqdm import tqdm
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
-    """Make a bar on stderr that is drawn ten times a second on a terminal, once a second in a file. Options: tqdm's."""
+    """Make a progress bar on stderr, updated ten times per second on a terminal, once in a file. Options: tqdm's."""
     interval = 0.1 if sys.stderr.isatty() else 1.0
     return tqdm(items, file=sys.stderr, mininterval=interval, maxinterval=interval, **options)

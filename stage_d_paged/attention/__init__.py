@@ -2,12 +2,12 @@
 
 In earlier stages each request kept its keys and values in one long tensor. Here they are stored in *blocks* of a shared
 pool, and a *block table* says which block holds which part of a sequence, exactly as an operating system's page table
-does (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Attention itself is unchanged; what changes is how it finds
-its keys.
+does (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Attention itself is unchanged; it only finds its keys
+differently.
 
-Everything that a layer needs of the batch is in one `AttentionMetadata`, passed as an argument and never stored in
-a global. A batch is flat: the tokens of all sequences one after another, with no padding between them, so one tensor
-can hold a prefill of 500 tokens and a decode step of one token.
+Everything that a layer needs to know about the batch is in one `AttentionMetadata`, which is passed as an argument and
+never stored in a global. A batch is flat: the tokens of all sequences one after another, with no padding between them,
+so one tensor can hold a prefill of 500 tokens and a decode step of one token.
 
 Implementations: `reference` (plain PyTorch, any device), `triton` (our kernels), `flash` (the flash-attn package).
 """
@@ -21,19 +21,19 @@ from typing import Any, Protocol
 import torch
 
 BACKENDS = ("auto", "reference", "triton", "flash")
-# Fastest first, as benchmarks/results/attention-h200.json has it: our kernels before flash-attn 2.8.3.
+# Fastest first, according to benchmarks/results/attention-h200.json: our kernels before flash-attn 2.8.3.
 AUTO_ORDER = ("triton", "flash", "reference")
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where each token of a flat batch belongs. All tensors are on the device of the KV pool.
+    """The sequence, context and slot of each token in a flat batch. All tensors are on the device of the KV pool.
 
     A sequence with `context_lens == 0` is padding: its output is zero, and nothing in the pool is read for it.
     """
 
     cu_seqlens_q: torch.Tensor  # int32 [seqs + 1]: sequence s owns tokens cu_seqlens_q[s] … cu_seqlens_q[s + 1] - 1
-    context_lens: torch.Tensor  # int32 [seqs]: keys visible to the last query, those of this step included
+    context_lens: torch.Tensor  # int32 [seqs]: keys visible to the last query, including this step's
     slot_mapping: torch.Tensor  # int64 [tokens]: block_id * block_size + offset for each new K/V; -1 = write nothing
     block_tables: torch.Tensor  # int32 [seqs, max_blocks]: the block of each block_size tokens; unused = -1
     max_query_len: int  # the most queries of one sequence; 1 means that this is a pure decode step
@@ -49,18 +49,18 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """What the model needs from an implementation."""
+    """The interface of an attention implementation."""
 
     name: str
-    reason: str  # why this one was picked, for one printed line
+    reason: str  # why this backend was chosen, in one line to print
     preferred_block_size: int
-    block_size_multiple: int  # it reads blocks of these sizes only
+    block_size_multiple: int  # block sizes must be multiples of this
 
     def store(
         self,
         key: torch.Tensor,  # [tokens, kv_heads, head_dim]
         value: torch.Tensor,  # [tokens, kv_heads, head_dim]
-        k_cache: Any,  # [blocks, block_size, kv_heads, head_dim]: a tensor, or what else holds the pool's numbers
+        k_cache: Any,  # [blocks, block_size, kv_heads, head_dim]: a tensor, or an object that holds the numbers
         v_cache: Any,  # as k_cache
         slot_mapping: torch.Tensor,  # int64 [tokens]
     ) -> None:
@@ -69,7 +69,7 @@ class AttentionBackend(Protocol):
     def attend(
         self,
         query: torch.Tensor,  # [tokens, heads, head_dim]
-        k_cache: Any,  # [blocks, block_size, kv_heads, head_dim]: a tensor, or what else holds the pool's numbers
+        k_cache: Any,  # [blocks, block_size, kv_heads, head_dim]: a tensor, or an object that holds the numbers
         v_cache: Any,  # as k_cache
         metadata: AttentionMetadata,
         scale: float,
@@ -77,24 +77,23 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
         """Attend causally over the blocks: query i of q with a context of L sees keys 0 … L - q + i.
 
-        With a window it sees the last `window` of these alone, its own among them; what lies before is not read.
+        With a window it sees only the last `window` of these, including its own; earlier keys are not read.
         """
         ...
 
 
 class BackendUnavailable(ValueError):
-    """This implementation cannot serve here; the message says why."""
+    """This implementation cannot be used here; the message says why."""
 
 
 def pick_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_windows: bool = False
 ) -> AttentionBackend:
-    """Return the backend called `name`, or for "auto" the fastest that can serve this device, dtype and head size.
+    """Return the backend called `name`, or for "auto" the fastest one for this device, dtype and head size.
 
-    `has_windows`: whether some layer of the model sees only its last tokens.
-
-    Raises ValueError if `name` is unknown, or BackendUnavailable (a ValueError) if the backend asked for cannot serve
-    here. "auto" always finds one; its `reason` says what was passed over and why.
+    `has_windows` says whether some layer of the model sees only the last tokens. Raises ValueError if `name` is
+    unknown, or BackendUnavailable (a ValueError) if the named backend cannot be used here. "auto" always finds one; its
+    `reason` says which backends were skipped and why.
     """
     device = torch.device(device)
     if name not in BACKENDS:
@@ -119,7 +118,7 @@ def pick_backend(
 
 
 def _make(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_windows: bool) -> AttentionBackend:
-    """Import an implementation only when it is wanted: Triton and flash-attn need not be installed."""
+    """Make a backend; import it only when it is needed, because Triton and flash-attn may not be installed."""
     if name == "flash":
         from .flash import FlashAttention
 

@@ -1,4 +1,4 @@
-"""How the decode kernel's work is cut: how many splits a context gets, and the kernel's compile-time constants."""
+"""Plan the decode kernel's work: the number of splits of a context, and the kernel's compile-time constants."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class DecodeConfig:
 
     Attributes:
         block_n: keys per tile.
-        num_warps, num_stages: of a program; stages are tiles whose loads are in flight together.
-        programs_per_sm: the context is split until the grid has this many programs per multiprocessor,
-        split_keys: but into at most one split per this many keys, because combining has its cost.
-        min_splits: splits of a long context, however large the batch; two even out unequal lengths.
+        num_warps, num_stages: of a program; stages are tiles whose loads are in flight at the same time.
+        programs_per_sm: the context is split until the grid has this many programs per multiprocessor.
+        split_keys: but there is at most one split per this many keys, because combining costs time.
+        min_splits: least number of splits of a long context in any batch; two even out unequal lengths.
     """
 
     block_n: int
@@ -35,27 +35,27 @@ class DecodePlan(NamedTuple):
     """One launch of the decode kernel."""
 
     programs: int
-    num_splits: int  # at most, per sequence
+    num_splits: int  # the most splits of a sequence
     split_keys: int  # a sequence has at most one split per this many keys
     partial_rows: int  # partial results: sequences × heads × splits
     constants: dict[str, Any]
 
     def make_partials(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate float32 space for the splits' results, `partial_rows` × head_dim, and their log-sums, in one go."""
+        """Allocate float32 memory for the splits' results, `partial_rows` × head_dim, and their log-sums, at once."""
         split_at = self.partial_rows * self.constants["HEAD_DIM"]
         partials = torch.empty(split_at + self.partial_rows, dtype=torch.float32, device=device)
         return partials, partials[split_at:]
 
 
 def choose_decode_config(head_dim: int, element_size: int, pairs: int, sm_count: int) -> DecodeConfig:
-    """Choose the fastest of the configurations tried on an H200. `pairs` is sequences × KV heads."""
+    """Return the fastest configuration that was tried on an H200. `pairs` is sequences × KV heads."""
     if head_dim > 128:  # a key of 256 numbers is as long as two: small tiles, for the shared memory of any GPU
         return DecodeConfig(16 if element_size == 4 else 32, num_warps=4, num_stages=2, programs_per_sm=4)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return DecodeConfig(16, num_warps=4, num_stages=2, programs_per_sm=4, min_splits=2)
-    if pairs < sm_count:  # few programs, each alone on its multiprocessor: wide, for the shortest way through
+    if pairs < sm_count:  # few programs, each alone on its multiprocessor: many warps each, for the shortest latency
         return DecodeConfig(64, num_warps=4, num_stages=2, programs_per_sm=8)
-    # Enough programs to hide one another's waits: one warp each, which never waits for other warps.
+    # Enough programs to hide each other's waits: one warp each, which never waits for other warps.
     if head_dim <= 64:
         return DecodeConfig(32, num_warps=1, num_stages=4, programs_per_sm=8, min_splits=2)
     if pairs <= 4 * sm_count:
@@ -78,7 +78,7 @@ def plan_decode(
 ) -> DecodePlan:
     """Plan a launch for `seqs` sequences of up to `max_context_len` keys, of which the last `window` count (0: all).
 
-    Cached: all layers of a step ask for the same plan, and making it takes about half as long as a launch.
+    The result is cached: all layers of a step need the same plan, and making it takes about half as long as a launch.
     """
     config = config or choose_decode_config(head_dim, dtype.itemsize, seqs * kv_heads, sm_count)
     if window:  # and the keys before it in its first tile

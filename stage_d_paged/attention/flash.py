@@ -1,9 +1,9 @@
-"""Paged attention by the flash-attn package (Dao 2023, arXiv:2307.08691): the yardstick for our own kernels.
+"""Paged attention with the flash-attn package (Dao 2023, arXiv:2307.08691): the yardstick for our kernels.
 
 `flash_attn_varlen_func` takes a flat batch with a block table, which is a prefill or a mixed step;
-`flash_attn_with_kvcache` takes one query per sequence and splits the context, which is a decode step. Both want a
-block size that is a multiple of 256 tokens. The package has no kernel that writes K and V by slot, so storing is ours
-where Triton is installed and PyTorch's otherwise.
+`flash_attn_with_kvcache` takes one query per sequence and splits the context, which is a decode step. Both need a block
+size that is a multiple of 256 tokens. The package has no kernel that writes K and V by slot, so our Triton kernel
+stores them if Triton is installed, and PyTorch otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from . import AttentionMetadata, BackendUnavailable
 
-HEAD_DIMS = (64, 128)  # those that agree with the reference; paged decode with heads of 96 (2.8.3, H200) did not
+HEAD_DIMS = (64, 128)  # these match the reference; paged decode with heads of 96 (2.8.3, H200) did not
 
 
 class FlashAttention:

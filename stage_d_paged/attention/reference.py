@@ -1,11 +1,11 @@
-"""Paged attention in plain PyTorch: the definition the kernels are tested against, and the path on a CPU.
+"""Paged attention in plain PyTorch: the reference for tests of the kernels, and the implementation on a CPU.
 
 Every sequence's blocks are gathered into one contiguous tensor, and PyTorch's `scaled_dot_product_attention` does the
-rest. The gather copies the whole context, which a real kernel never does; that copy is the price of simplicity.
+rest. The gather copies the whole context, which a real kernel never does; this copy is the cost of simplicity.
 
 All sequences of a decode step are computed together. With one query per sequence, the `group` query heads that share a
-KV head see the same keys, so they become the query axis: a [group, head_dim] by [head_dim, context] product per KV head
-instead of `group` separate vector products, and keys and values are not repeated.
+KV head see the same keys, so they become the query axis: one [group, head_dim] by [head_dim, context] product per KV
+head instead of `group` separate vector products, without repeating keys and values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from . import AttentionMetadata
 
 
 class ReferenceAttention:
-    """Gather the blocks, then PyTorch's own attention. Any device, any floating dtype, any head size."""
+    """Gathers the blocks and calls PyTorch's attention. Any device, any floating dtype, any head size."""
 
     name = "reference"
-    preferred_block_size = 16  # a gather copies row by row: the size does not matter, and small blocks waste least
+    preferred_block_size = 16  # a gather copies row by row: small blocks are as fast and waste least
     block_size_multiple = 1
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,7 @@ def _prefill(
     scale: float,
     window: int = 0,
 ) -> torch.Tensor:
-    """Attend with one sequence's chunk of queries, the last of its `context_len` positions, to the keys they see."""
+    """Attend with a chunk of one sequence's queries, the last of its `context_len` positions, to their keys."""
     query_len, block_size = query.shape[0], k_cache.shape[1]
     unseen = (
         max(context_len - query_len + 1 - window, 0) // block_size if window else 0
@@ -120,13 +120,13 @@ def _last_keys(
     block_tables: torch.Tensor,  # [seqs, max_blocks]
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return caches, lengths and tables of the last `window` keys of each sequence alone, as blocks of one key."""
+    """Return caches, lengths and tables for only the last `window` keys of each sequence, as blocks of one key."""
     if not window:
         return k_cache, v_cache, context_lens, block_tables
     block_size = k_cache.shape[1]
     first = (context_lens - window).clamp(min=0)
     positions = first[:, None] + torch.arange(window, device=context_lens.device)
-    positions = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))  # those past the end are not read
+    positions = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))  # past the end: not read
     slots = block_tables.gather(1, (positions // block_size).long()) * block_size + positions % block_size
     return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None], context_lens - first, slots
 
@@ -144,9 +144,9 @@ def _decode(
     block_size, kv_heads = k_cache.shape[1:3]
     longest = max(int(context_lens.max()), 1)
     positions = torch.arange(longest, device=query.device)
-    # Past its end a sequence repeats its last slot, so that uninitialised memory (perhaps a NaN) is never read.
+    # Positions past its end repeat a sequence's last slot, so that uninitialised memory (perhaps NaN) is never read.
     readable = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))  # [seqs, longest]
-    # A sequence without context (padding) may have anything in its table, and reads block 0.
+    # A sequence without context (padding) may have any ids in its table, and reads block 0.
     blocks = block_tables.gather(1, readable // block_size).masked_fill((context_lens == 0)[:, None], 0)
     slots = (blocks.long() * block_size + readable % block_size).flatten()
     # index_select, because on a CPU it is several times as fast as keys[slots]: it copies whole rows.

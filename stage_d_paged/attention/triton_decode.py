@@ -1,13 +1,14 @@
 """Triton kernel for decode: one query per sequence, keys and values read through a block table.
 
-Read it in four steps, each one a function:
+Read it in four steps; each is a function:
 
 1. **Block table** (`look_up`, `slots_of`). Key `i` of a sequence is stored in block `table[i // BLOCK_SIZE]` of the
    pool, at offset `i % BLOCK_SIZE`.
 2. **Online softmax** (`online_softmax`). A program reads its keys one tile at a time and keeps a running maximum, a
    running sum and a running weighted sum of the values. The scores are never stored (Dao 2023, arXiv:2307.08691).
 3. **Splits** (`decode_kernel`). A decode step reads every key and value once and does almost no arithmetic with them:
-   its speed is memory bandwidth, and bandwidth needs many loads in flight on every multiprocessor. One program per
+memory bandwidth limits its speed, and full bandwidth needs many loads in flight on every multiprocessor. One program
+per
    (sequence, KV head) pair would leave most of the chip idle for a small batch. So the context is split ("flash
    decoding", Dao et al. 2023): split `i` reads the tiles `i, i + splits, i + 2 * splits, …`.
 4. **Combine** (`combine`). The split of a sequence that finishes last merges the partial results:
@@ -36,7 +37,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def look_up(table, start, last, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Read the block ids of the keys start … start + BLOCK_N - 1 (below `last`): one id if one block holds them all."""
+    """Read the block ids of the keys start … start + BLOCK_N - 1 (below `last`); one id if one block holds them all."""
     key = start if BLOCK_SIZE % BLOCK_N == 0 else start + tl.arange(0, BLOCK_N)
     return tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0)
 
@@ -51,7 +52,7 @@ def slots_of(block, start, key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def first_visible(context_len, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return where the tile with the first of the last WINDOW keys begins."""
+    """Return the start of the tile that contains the first of the last WINDOW keys."""
     return tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
 
 
@@ -78,9 +79,9 @@ def online_softmax(
 ):
     """Attend to the tiles of BLOCK_N keys that begin at first, first + step, … below `context_len`.
 
-    `q` is [GROUP_PAD, HEAD_PAD]; `block` is `look_up` of the first tile; `pool_column` [1, HEAD_PAD] is where a head's
-    numbers are stored within a slot. With a WINDOW, the last WINDOW keys alone count. Returns (values [GROUP_PAD,
-    HEAD_PAD], log2 of the sum of all weights [GROUP_PAD]); without any key these are zeros and -inf.
+    `q` is [GROUP_PAD, HEAD_PAD]; `block` is `look_up` of the first tile; `pool_column` [1, HEAD_PAD] is the offset of a
+    head's numbers within a slot. With a WINDOW, only the last WINDOW keys count. Returns (values [GROUP_PAD, HEAD_PAD],
+    log2 of the sum of all weights [GROUP_PAD]); without any key these are zeros and -inf.
     """
     key = tl.arange(0, BLOCK_N)
     inside = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]
@@ -92,7 +93,8 @@ def online_softmax(
         if WINDOW > 0:
             valid = valid & (start + key >= context_len - WINDOW)
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
-        # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
+        # Issue the next tile's lookup here: at the top of the next iteration it would cost a stage of the load
+        # pipeline.
         block = look_up(table, start + step, context_len, BLOCK_SIZE, BLOCK_N)
         pool_offset = slot[:, None] * slot_stride + pool_column
         k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)  # [BLOCK_N, HEAD_PAD]
@@ -126,13 +128,13 @@ def combine(
 ):
     """Merge the `splits` partial results of each of GROUP rows: one (sequence, KV head) pair.
 
-    The cost is waiting for memory, so the loads of AHEAD splits are in flight together and nothing is stored before
-    the end. ".cg" bypasses the L1 cache, which does not see what other multiprocessors wrote.
+    Most of its time is waiting for memory, so the loads of AHEAD splits are in flight together, and nothing is stored
+    before the end. ".cg" bypasses the L1 cache, which does not see writes of other multiprocessors.
     """
     row = tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS_PAD)
     column = tl.arange(0, HEAD_PAD)
-    part = (first + tl.minimum(row, GROUP - 1)) * num_splits  # rows past the group repeat its last
+    part = (first + tl.minimum(row, GROUP - 1)) * num_splits  # rows beyond the group repeat its last row
     lse = tl.load(
         partial_lse + part[:, None] + split[None, :],
         mask=(split < splits)[None, :],
@@ -211,7 +213,7 @@ def write_result(
             )
 
 
-# Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
+# Not specialised on sizes that change from step to step, because each new specialisation would be compiled.
 @triton.jit(do_not_specialize=["num_splits", "split_keys", "table_width"])
 def decode_kernel(
     out,  # [tokens, heads, head_dim]
@@ -230,7 +232,7 @@ def decode_kernel(
     table_width,
     num_splits,
     split_keys,
-    MIXED: tl.constexpr,  # the batch also has sequences of several queries, which the prefill kernel serves
+    MIXED: tl.constexpr,  # the batch also has sequences with several queries, which the prefill kernel handles
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,  # rows of the matrix product
@@ -244,7 +246,7 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,  # keys that a query sees; 0: all
 ):
-    # Neighbouring programs take the heads of one stretch of keys: together they read whole rows of the pool.
+    # Neighbouring programs take the heads of the same keys: together they read whole rows of the pool.
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS % num_splits
     seq = (tl.program_id(0) // KV_HEADS // num_splits).to(tl.int64)
@@ -257,8 +259,8 @@ def decode_kernel(
     column = tl.arange(0, HEAD_PAD)[None, :]
     head = kv_head * GROUP  # the first query head of the group
     table = block_tables + seq * table_width
-    # Length, first block and query do not depend on one another: the three loads are in flight together. (The first
-    # block may be an unused entry of the table; then no key of it is read.)
+    # Length, first block and query are independent, so the three loads are in flight together. (The first block may be
+    # an unused entry of the table; then none of its keys is read.)
     context_len = tl.load(context_lens + seq)
     first = 0
     if WINDOW > 0:
@@ -266,7 +268,7 @@ def decode_kernel(
     block = look_up(table, first + split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
     query_offset = token * query_stride + (head + row) * HEAD_DIM + column
     q = tl.load(query + query_offset, mask=(row < GROUP) & (column < HEAD_DIM), other=0.0)  # [GROUP_PAD, HEAD_PAD]
-    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # those that have work
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # splits that have work
     if split >= splits:
         return
     acc, lse = online_softmax(
@@ -323,7 +325,7 @@ def decode(
     config: DecodeConfig | None = None,
     window: int = 0,
 ) -> None:
-    """Write to `out` the attention of every sequence that has exactly one query; other rows are left alone."""
+    """Write to `out` the attention of every sequence that has exactly one query; leave other rows unchanged."""
     tables, lengths = metadata.block_tables, metadata.context_lens
     plan = plan_decode(
         len(lengths),

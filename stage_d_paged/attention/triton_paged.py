@@ -1,8 +1,8 @@
-"""Paged attention with our own Triton kernels.
+"""Paged attention with our Triton kernels.
 
-Three kernels, one file each: `triton_store` (write K and V into blocks), `triton_prefill` (several queries per
-sequence) and `triton_decode` (one query per sequence). A mixed batch is served by both attention kernels, each taking
-the sequences it was made for: they write different rows of one output.
+There are three kernels, one file each: `triton_store` (write K and V into blocks), `triton_prefill` (several queries
+per sequence) and `triton_decode` (one query per sequence). For a mixed batch both attention kernels run. Each handles
+its kind of sequences, and they write different rows of one output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COUNTERS = 1 << 16  # arrival counters (sequences × KV heads) allocated in adv
 
 
 class Kernels(NamedTuple):
-    """The functions that launch them, each called as its default."""
+    """The functions that launch the kernels; a replacement is called like its default."""
 
     store: Callable[..., None] = store
     prefill: Callable[..., None] = prefill
@@ -39,8 +39,8 @@ class TritonAttention:
     """Our kernels. Float16, bfloat16 or float32; any head size up to 256; any block size."""
 
     name = "triton"
-    # The smallest block that holds a whole tile of keys: then one table lookup serves 64 keys and Hopper's copy engine
-    # can fetch the tile. Larger blocks gain nothing and waste more of each sequence's last block.
+    # The smallest block that holds a whole tile of keys: one table lookup serves 64 keys, and Hopper's copy engine can
+    # fetch the tile. Larger blocks gain nothing and waste more of each sequence's last block.
     preferred_block_size = 64
     block_size_multiple = 1
 
@@ -61,8 +61,8 @@ class TritonAttention:
         self.kernels = kernels
         self.reason = "our Triton kernels, interpreted" if interpreted else "our Triton kernels"
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        # The splits of a sequence count themselves in here and leave zeros behind. Allocated once, so that no launch
-        # needs another one before it to clear them; launches of one backend must follow one another on one stream.
+        # The splits of a sequence count their arrivals here and reset the counters to zero. They are allocated once, so
+        # that no launch needs another one to clear them; all launches of a backend must be on one stream.
         self._arrival_counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
     def store(
@@ -93,7 +93,7 @@ class TritonAttention:
         out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
         if metadata.max_query_len > 1:
             self.kernels.prefill(query, k_cache, v_cache, metadata, scale, out, window=window)
-        # Where every sequence has the same number of queries, and that is not one, none is a decode.
+        # If every sequence has the same number of queries, and this is not one, none is a decode.
         if metadata.max_query_len == 1 or tokens != seqs * metadata.max_query_len:
             counters = self.arrival_counters(seqs * kv_heads)
             self.kernels.decode(query, k_cache, v_cache, metadata, scale, out, counters, self.sm_count, window=window)

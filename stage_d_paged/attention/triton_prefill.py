@@ -1,9 +1,9 @@
 """Triton kernel for prefill: several queries per sequence, causal, keys read through a block table.
 
-This is flash attention (Dao 2023, arXiv:2307.08691). Each program takes a tile of queries and goes over the keys, one
-tile of keys at a time, with an online softmax (`triton_decode.py` has the simpler loop): the [queries, keys] matrix
-never exists in memory. The loop has two parts: key tiles that every query of the tile sees whole (no mask: nearly all
-of a long context), then the few key tiles on the diagonal.
+This is flash attention (Dao 2023, arXiv:2307.08691). Each program takes a tile of queries and processes the keys one
+tile at a time, with an online softmax (`triton_decode.py` has the simpler loop). The [queries, keys] matrix never
+exists in memory. The loop has two parts: first the key tiles that every query of the tile sees completely (without a
+mask; nearly all of a long context), then the few key tiles on the diagonal.
 
 Two ideas fit a flat batch of sequences of different lengths:
 - A query tile's rows are (token, head of the group) pairs, so one read of a key serves all heads that share it, and a
@@ -40,13 +40,13 @@ class PrefillConfig:
 
 
 def choose_prefill_config(element_size: int, hopper: bool, tokens: int, head_dim: int = 128) -> PrefillConfig:
-    """Choose the fastest of those tried on an H200; elsewhere fewer stages, because there is less shared memory."""
+    """Return the fastest configuration tried on an H200; on other GPUs, one with fewer stages (less shared memory)."""
     if head_dim > 128:  # a key of 256 numbers is as long as two: small tiles, for the shared memory of any GPU
         block = 16 if element_size == 4 else 32
         return PrefillConfig(block_m=64 if element_size == 2 else 32, block_n=block, num_warps=8, num_stages=2)
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
-    if hopper and tokens >= 4096:  # enough tiles for all multiprocessors, however large: each key is read less often
+    if hopper and tokens >= 4096:  # large tiles are still enough for all multiprocessors, and read keys less often
         return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
     return PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3 if hopper else 2)
 
@@ -106,12 +106,13 @@ def _attend_to_keys(
     block = look_up(table, first, last, BLOCK_SIZE, BLOCK_N)
     for start in range(first, last, BLOCK_N):
         valid = start + key < last
-        if MASKED and WINDOW > 0:  # keys that no query of the tile sees are not read: their blocks may be another's
+        if MASKED and WINDOW > 0:  # do not read keys that no query sees: their blocks may belong to others
             valid = valid & (start + key > tl.min(position, 0) - WINDOW)
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
         first_slot = block * BLOCK_SIZE + start % BLOCK_SIZE
         scale_offset = _scales_of(block, start, key, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_N)
-        # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
+        # Issue the next tile's lookup here: at the top of the next iteration it would cost a stage of the load
+        # pipeline.
         block = look_up(table, start + BLOCK_N, last, BLOCK_SIZE, BLOCK_N)
         pool_offset = slot[:, None] * slot_stride + pool_column
         if k_tiles is not None and not MASKED:  # the copy engine fetches the whole tile
@@ -140,7 +141,7 @@ def _attend_to_keys(
         if MASKED and WINDOW > 0:
             scores = tl.where((start + key)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
-        if MASKED and WINDOW > 0:  # of a row whose window has not begun yet; -inf less -inf would be no number
+        if MASKED and WINDOW > 0:  # a row whose window has not begun yet; -inf minus -inf would be NaN
             new_highest = tl.maximum(new_highest, -1e30)
         p = tl.exp2(scores * scale_log2 - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
@@ -152,7 +153,7 @@ def _attend_to_keys(
     return acc, total, highest
 
 
-# Not specialised on sizes that change from step to step: each new specialisation would be a compilation.
+# Not specialised on sizes that change from step to step, because each new specialisation would be compiled.
 @triton.jit(do_not_specialize=["table_width", "num_seqs"])
 def _prefill_kernel(
     out,  # [tokens, heads, head_dim]
@@ -183,13 +184,13 @@ def _prefill_kernel(
 ):
     TILE: tl.constexpr = BLOCK_M // GROUP  # tokens per query tile
     kv_head = tl.program_id(0) % KV_HEADS
-    # The last tiles of a sequence have the most keys. They start first, so that short ones fill the end.
+    # The last tiles of a sequence have the most keys. They start first, so that short tiles fill the gaps at the end.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     seq = find_sequence(tile, cu_seqlens_q, num_seqs, TILE)
     seq_start = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
     tile_start = (tile - seq_start // TILE - seq) * TILE
-    if (tile_start >= query_len) | (query_len <= 1):  # the decode kernel serves single queries
+    if (tile_start >= query_len) | (query_len <= 1):  # the decode kernel handles single queries
         return
     context_len = tl.load(context_lens + seq)
     cached = context_len - query_len
@@ -208,7 +209,7 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     table = block_tables + seq.to(tl.int64) * table_width
-    # Without a window, keys up to the tile's first query are seen by all of its queries.
+    # Without a window, all queries of the tile see the keys up to its first query.
     diagonal = tl.maximum((cached + tile_start + 1) // BLOCK_N * BLOCK_N, 0)
     end = tl.minimum(cached + tile_start + TILE, context_len)
     begin = 0
@@ -305,15 +306,15 @@ def _prefill_kernel(
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """Tell whether the GPU has a tensor memory accelerator, and 227 KiB of shared memory per program.
+    """Return whether the GPU has a tensor memory accelerator and 227 KiB of shared memory per program.
 
-    Hopper and Blackwell do, compute capabilities 9 and 10. GeForce cards of capability 12 have 99 KiB.
+    Hopper and Blackwell (compute capabilities 9 and 10) have both. GeForce cards of capability 12 have only 99 KiB.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _descriptor(cache: torch.Tensor, block_n: int) -> TensorDescriptor | None:
-    """Describe the pool to the tensor memory accelerator, which copies a tile of keys by itself; None if it cannot.
+    """Make the descriptor with which the tensor memory accelerator copies tiles of keys; None if it cannot.
 
     It needs tiles within one block and a head size that is a power of two.
     """
@@ -337,10 +338,10 @@ def prefill(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     window: int = 0,
 ) -> None:
-    """Write to `out` the attention of every sequence that has more than one query; other rows are left alone.
+    """Write to `out` the attention of every sequence that has more than one query; leave other rows unchanged.
 
-    `scales`: of keys and of values, float32 `[blocks, kv_heads, block_size]`, where a head of a token is stored in
-    units of its own; None where the pool holds the numbers themselves.
+    `scales`: of keys and of values, float32 `[blocks, kv_heads, block_size]`, if each head of a token is stored in its
+    own units; None if the pool holds the numbers themselves.
     """
     tokens, heads, head_dim = query.shape
     block_size, kv_heads = k_cache.shape[1:3]

@@ -1,8 +1,8 @@
 """Triton kernel: write the keys and values of new tokens into their blocks.
 
-The model computes K and V for a flat batch; the slot mapping says where each token's row goes in the pool. One program
-copies one token's row of K and of V. A pair of `index_copy_` calls would not do: -1 in the slot mapping must write
-nothing, and these rows are found on the device.
+The model computes K and V for a flat batch; the slot mapping gives the place of each token's row in the pool. One
+program copies one token's rows of K and V. Two `index_copy_` calls would not be enough: -1 in the slot mapping must
+write nothing, and the host does not know these rows.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -36,7 +36,7 @@ def _store_kernel(
     inside = columns < WIDTH
     k = tl.load(key + token * key_stride + columns, mask=inside)
     v = tl.load(value + token * value_stride + columns, mask=inside)
-    # slot is int64: slot * slot_stride passes 2**31 in a pool of a few GiB.
+    # slot is int64, because slot * slot_stride exceeds 2**31 in a pool of a few GiB.
     tl.store(k_cache + slot * slot_stride + columns, k, mask=inside)
     tl.store(v_cache + slot * slot_stride + columns, v, mask=inside)
 

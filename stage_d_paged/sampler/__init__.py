@@ -1,7 +1,7 @@
-"""Choosing tokens for a whole batch: stage A's `sample`, in as many operators for 256 rows as for one.
+"""Choose tokens for a whole batch: stage A's `sample`, with as many operators for 256 rows as for one.
 
-`rules.py` writes what a row asks for in numbers, `reference.py` computes with them in PyTorch, and `batch_sampler.py`
-keeps them for the rows of a batch.
+`rules.py` encodes a row's sampling parameters as numbers, `reference.py` computes with them in PyTorch, and
+`batch_sampler.py` stores them for the rows of a batch.
 """
 
 from stage_d_paged.sampler.batch_sampler import BatchSampler

@@ -1,8 +1,8 @@
-"""The sampler of a batch: what the request in each row asks for, and the next tokens of all rows in one call.
+"""The sampler of a batch: the sampling parameters of each row, and the next tokens of all rows in one call.
 
-Stage A samples row by row, some thirty operators for each row with a temperature. For a batch that is thousands of
-launches per step, while the model needs a few hundred. What the rows ask for is therefore kept in arrays, filled in
-once per request, and every operator works on all rows.
+Stage A samples row by row, with some thirty operators for each row with a temperature. For a batch that is thousands of
+launches per step, while the model needs a few hundred. So the parameters of all rows are stored in arrays, which are
+filled in once per request, and every operator works on all rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from stage_d_paged.batch import upload
 from stage_d_paged.sampler import reference
 from stage_d_paged.sampler.rules import FLAGS, LOGPROBS, RANDOM, WORDS, SamplerInput, rules_of
 
-MOST_INT16 = 2**14  # tokens of a sequence, whose count, doubled, an int16 holds
-GROUP = 2**24  # logits at a time: sorted, as 64-bit weights and with noise they take some forty bytes each
+MOST_INT16 = 2**14  # up to this many tokens, twice a token's count fits into an int16
+GROUP = 2**24  # logits to process at a time: sorted, as 64-bit weights and with noise, each takes some forty bytes
 
 
 class BatchSampler:
@@ -31,7 +31,7 @@ class BatchSampler:
 
     Args:
         num_rows: rows of the batch.
-        num_penalised: of these, the first ones that have a row in the table of counts.
+        num_penalised: this many rows, from the first on, have a row in the table of counts.
         vocab_size, device: of the logits.
         max_model_len: the longest sequence.
 
@@ -54,10 +54,10 @@ class BatchSampler:
     # ---- the host's part ---------------------------------------------------------------------------------------
 
     def enter(self, row: int, completion: Completion, replaced: bool = False) -> None:
-        """Record what a request asks for, whose tokens so far are in `completion`, in its row of the batch.
+        """Store a request's sampling parameters in its row of the batch; `completion` has its tokens so far.
 
         Args:
-            replaced: whether its tokens are chosen again behind the step.
+            replaced: whether its tokens are chosen again after the step.
         """
         params, seed = completion.request.params, completion.request.seed
         if params.needs_penalties:
@@ -68,7 +68,7 @@ class BatchSampler:
         self._rules[row] = rules_of(params, replaced, self._vocab_size, row)
 
     def _count(self, row: int, completion: Completion) -> None:
-        """Count a sequence's tokens so far: its prompt's, and, where it starts again, those that it has generated."""
+        """Count a sequence's tokens so far: its prompt's and, after a restart, its generated ones."""
         pinned = self._device.type == "cuda"
         entries = torch.zeros(self._vocab_size, dtype=self.counts.dtype, pin_memory=pinned)
         if output := completion.token_ids:
@@ -77,15 +77,15 @@ class BatchSampler:
         self.counts[row].copy_(entries, non_blocking=True)
 
     def fill(self, batch_rows: np.ndarray, steps: np.ndarray, out: SamplerInput[np.ndarray]) -> int:
-        """Write what each row of a step asks for into its input on the host.
+        """Write the sampling parameters of each row of a step into its input on the host.
 
         Args:
-            batch_rows: of the step's rows, the rows of the batch.
+            batch_rows: the row of the batch for each row of the step.
             steps: how many tokens each has generated.
-            out: of as many rows. Where every row is greedy, no noise key is read, and none is made.
+            out: the input, with as many rows. If every row is greedy, no noise key is read, and none is made.
 
         Returns:
-            what the rows need, all together.
+            the flags of all rows, combined.
         """
         flags = self._rules[batch_rows, FLAGS]
         needs = int(np.bitwise_or.reduce(flags))
@@ -102,7 +102,7 @@ class BatchSampler:
         return needs
 
     def noise_keys(self, batch_rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Return the bits of `noise_key(seed, step)` for rows of the batch, int32; a greedy row needs none."""
+        """Return the bits of `noise_key(seed, step)` for rows of the batch, int32; greedy rows need none."""
         return mix32(self._seed_keys[batch_rows] ^ steps).astype(np.uint32).view(np.int32)
 
     # ---- the device's part -------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class BatchSampler:
 
         Args:
             logits: `[rows, vocab]`, float32.
-            completions: the answers so far, all of requests with the same `sampling_fn`.
+            completions: the answers so far; all their requests have the same `sampling_fn`.
             batch_rows: their rows of the batch.
         """
         steps = np.array([completion.num_generated_tokens for completion in completions])

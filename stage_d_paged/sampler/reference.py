@@ -1,11 +1,12 @@
 """The arithmetic of sampling for many rows at once, in PyTorch: penalties, filters, noise.
 
-It is stage A's, row for row and bit for bit, and what runs on a CPU. The kernels compute the same, except that their
-noise differs from it in the fifth digit. A row's noise is a hash of its own seed and step, so it samples the same token
+The results equal stage A's, row for row and bit for bit. This code runs on a CPU. The kernels compute the same, except
+that their noise differs in the fifth digit. A row's noise is a hash of its seed and step, so it samples the same token
 in any batch.
 
-Penalties read a table of counts: a row for each request that asks for them, with an entry per token, twice how often it
-was generated, plus 1 if the prompt holds it. A step adds its own tokens, which need not pass through the host.
+Penalties read a table of counts with a row for each request that uses penalties. Its entry for a token is twice the
+number of times it was generated, plus 1 if the prompt contains it. A step adds the tokens that it chose, which need not
+pass through the host.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from stage_d_paged.sampler.rules import (
 
 
 def choose_tokens(logits: Tensor, rows: SamplerInput, counts: Tensor, mixed_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose a token for every row of `logits [rows, vocab]`. Counts nothing.
+    """Choose a token for every row of `logits [rows, vocab]`, without counting it.
 
     Args:
-        rows: what they ask for.
+        rows: the rows' sampling parameters.
         counts: the table of counts, `[table rows, vocab]`.
         mixed_ids: `mix32` of every token id, int64 `[vocab]`.
 
     Returns:
-        ids int64 `[rows]`, which the next step can run on; and the same for the host, with `NO_TOKEN` in rows whose
-        highest score, with penalties, is NaN or infinite.
+        ids int64 `[rows]`, valid as the next step's input; and the same ids for the host, with `NO_TOKEN` in rows whose
+        highest score, after penalties, is NaN or infinite.
     """
     scores = penalised(logits, rows.rules, counts)
     kept = filtered(scores, rows.temperatures, rows.rules)
@@ -50,7 +51,7 @@ def choose_tokens(logits: Tensor, rows: SamplerInput, counts: Tensor, mixed_ids:
 
 
 def sample_reference(scores: Tensor, temperatures: Tensor, noise_keys: Tensor, mixed_ids: Tensor) -> Tensor:
-    """Sample by Gumbel-max over `scores / temperature`, argmax where the temperature is 0: the definition, in PyTorch.
+    """Sample with Gumbel-max over `scores / temperature`, or argmax if the temperature is 0: the reference in PyTorch.
 
     Args:
         scores: `[rows, vocab]`.
@@ -74,7 +75,7 @@ def scale(scores: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def filtered(scores: Tensor, temperatures: Tensor, rules: Tensor) -> Tensor:
-    """Set what top-k, top-p and min-p leave out to -inf; where no row asks, return `scores [rows, vocab]` as it is."""
+    """Set tokens that top-k, top-p or min-p exclude to -inf; without filters return `scores [rows, vocab]` itself."""
     asking = (rules[:, FLAGS] & FILTERED).nonzero()[:, 0]
     if not len(asking):
         return scores
@@ -85,7 +86,7 @@ def filtered(scores: Tensor, temperatures: Tensor, rules: Tensor) -> Tensor:
 
 
 def cut_offs(distance: Tensor, rules: Tensor) -> Tensor:
-    """Return the largest distance that each row keeps, `[rows, 1]`: stage A's `cut_off`, for rows `[rows, vocab]`."""
+    """Return the largest distance that each row keeps, `[rows, 1]`: stage A's `cut_off` for rows `[rows, vocab]`."""
     nearest = distance.sort(-1).values
     top_k, top_p = rules[:, TOP_K, None].long(), rules.view(torch.float32)[:, TOP_P, None]
     last = nearest.gather(1, torch.where(top_k > 0, top_k, nearest.shape[1]) - 1)
@@ -96,7 +97,7 @@ def cut_offs(distance: Tensor, rules: Tensor) -> Tensor:
 
 
 def penalised(logits: Tensor, rules: Tensor, counts: Tensor) -> Tensor:
-    """Lower the scores of tokens already used; where no row asks for it, return `logits [rows, vocab]` themselves."""
+    """Lower the scores of tokens already used; without penalties return `logits [rows, vocab]` itself."""
     asking = (rules[:, FLAGS] & PENALISED).nonzero()[:, 0]
     if not len(asking):
         return logits
@@ -115,10 +116,10 @@ def count_tokens(counts: Tensor, rules: Tensor, ids: Tensor, which: Tensor) -> N
     """Add a token to the counts of each row.
 
     Args:
-        counts: the table, written.
+        counts: the table of counts, changed in place.
         rules: int32 `[rows, WORDS]`.
         ids: int64 `[rows]`.
-        which: bool `[rows]`: of these rows, those with penalties.
+        which: bool `[rows]`: whether a row has penalties.
     """
     rows = (which & (rules[:, FLAGS] & PENALISED > 0)).nonzero()[:, 0]
     counts[rules[rows, TABLE_ROW].long(), ids[rows]] += 2  # a request has one row in a step

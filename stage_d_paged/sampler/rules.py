@@ -1,7 +1,7 @@
-"""What a row asks of the sampler, in numbers that fit into a step's input.
+"""Encode a row's sampling parameters as numbers that fit into a step's input.
 
-A row brings its temperature, the key of its noise, and eight 32-bit words, its *rules*. They travel to the device with
-the rest of the step's input, so that choosing a token needs nothing else of the host.
+A row has its temperature, the key of its noise, and eight 32-bit words, its *rules*. They are copied to the device with
+the rest of the step's input, so that choosing a token needs nothing else from the host.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class SamplerInput(NamedTuple, Generic[Array]):
-    """What a step's rows ask for: numpy arrays on the host, tensors on the device."""
+    """The sampling parameters of a step's rows: numpy arrays on the host, tensors on the device."""
 
     temperatures: Array  # float32 [rows]
     noise_keys: Array  # int32 [rows], the bits of `noise_key(seed, step)`
     rules: Array  # int32 [rows, WORDS]
-    asking: Array  # int32 [rows]: which rows ask for logprobs; the first ones count
+    asking: Array  # int32 [rows]: the rows with logprobs; only the first entries count
 
     def first(self, count: int) -> SamplerInput[Array]:
-        """Those of the first `count` rows."""
+        """Return the parameters of the first `count` rows."""
         return SamplerInput(*(array[:count] for array in self))
 
     def at(self: SamplerInput[Tensor], places: Tensor) -> SamplerInput[Tensor]:
-        """Those of the rows `places`, int64, on the device."""
+        """Return the parameters of the rows `places`, int64, on the device."""
         return SamplerInput(*(column.index_select(0, places) for column in self))
 
     def without_penalties(self: SamplerInput[Tensor]) -> SamplerInput[Tensor]:
-        """The same, for scores that have their penalties."""
+        """Return the same parameters without penalties, for scores that already include them."""
         rules = self.rules.clone()
         rules[:, FLAGS] &= ~PENALISED
         return self._replace(rules=rules)
 
     @classmethod
     def empty(cls, rows: int) -> SamplerInput[np.ndarray]:
-        """Arrays on the host, to be filled in."""
+        """Return empty arrays on the host, to be filled in."""
         asking = np.empty(rows, np.int32)
         return SamplerInput(
             np.empty(rows, np.float32), np.empty(rows, np.int32), np.empty((rows, WORDS), np.int32), asking
@@ -59,7 +59,7 @@ def rules_of(params: SamplingParams, replaced: bool, vocab_size: int, table_row:
     """Return the rules of a request, int32 `[WORDS]`.
 
     Args:
-        replaced: whether its tokens are chosen again behind the step, by a `sampling_fn` for example.
+        replaced: whether its tokens are chosen again after the step, e.g. by a `sampling_fn`.
         table_row: its row in the table of counts, which only penalties read.
     """
     random = params.temperature > 0
@@ -75,6 +75,6 @@ def rules_of(params: SamplingParams, replaced: bool, vocab_size: int, table_row:
     rules[[FLAGS, FARTHEST, TABLE_ROW]] = flags, farthest, table_row
     rules[TOP_K] = params.top_k if params.top_k < vocab_size else 0
     numbers = params.top_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    with np.errstate(over="ignore"):  # past float32 it is infinite, as in stage A
+    with np.errstate(over="ignore"):  # too large for float32 becomes infinite, as in stage A
         rules.view(np.float32)[list(FLOATS)] = numbers
     return rules

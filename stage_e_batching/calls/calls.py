@@ -1,11 +1,11 @@
-"""The calls of one engine: they share its steps, may end at any moment, and survive a step that breaks off.
+"""Concurrent calls of one engine: they share its steps, may end at any moment, and survive a step that breaks off.
 
-Requests may come and go between any two steps, from any thread: one lock is held during a step and during a change of
-the queues. One thread runs a step for all, the others wait for its end. A step may break off anywhere, by an error of
-the device or by Ctrl-C between any two lines, and so may the change of a queue; a second Ctrl-C may come while the
-first is dealt with. So nothing depends on what is done on the way out. A flag says that a change has begun and not
-ended; whoever takes the lock next and finds it set lets the engine start again from what is certain: the tokens of each
-request. That costs recomputation and nothing else.
+Requests may arrive and leave between any two steps, from any thread. One lock is held during a step and during a change
+of the queues. One thread runs a step for all calls, and the other threads wait for its end. A step or a change of a
+queue may break off anywhere: the device may fail, or Ctrl-C may come between any two lines, and a second Ctrl-C may
+come while the first is handled. So recovery does not depend on cleanup code. A flag says that a change has begun and
+not ended. The next thread that takes the lock and finds the flag set restarts the engine from what is certain: the
+tokens of each request. That costs recomputation and nothing else.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Calls:
     """Requests in, events out.
 
     Args:
-        engine: runs the steps. Nobody else calls it.
-        tokenizer, eos_token_ids: to make text and to see its end.
+        engine: runs the steps. Only this object calls it.
+        tokenizer, eos_token_ids: decode the text and recognise its end.
         max_model_len: prompt and answer together are at most this long.
     """
 
-    longest_wait = 0.1  # seconds for the end of another thread's step; after that, for the lock itself
+    longest_wait = 0.1  # seconds to wait for another thread's step before waiting for the lock itself
 
     def __init__(
         self, engine: Engine, *, tokenizer: PreTrainedTokenizerFast, eos_token_ids: frozenset[int], max_model_len: int
@@ -46,18 +46,18 @@ class Calls:
         self.engine = engine
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        # The last token generated takes no slot, so the pool may be outgrown by one. Past that a request ends with
-        # "length", alone or in a batch: never because of what else happens to run.
+        # The last generated token needs no slot, so a sequence may be one token longer than the pool. Beyond that a
+        # request ends with "length", whether it runs alone or in a batch.
         self._max_total_len = min(max_model_len, engine.scheduler.capacity + 1)
         self.lock = threading.RLock()  # held during a step; a reader of the engine's state holds it too
-        self._midway = False  # a step or a change of the queues has begun and not ended
-        self._gone: deque[Owner] = deque()  # their mailboxes have ceased to exist
+        self._midway = False  # a step or a change of the queues has begun and has not ended
+        self._gone: deque[Owner] = deque()  # mailboxes that were closed or deleted
         self._aborted: deque[int] = deque()  # requests to drop
-        self._waiting: deque[Mailbox] = deque()  # of threads that wait for the end of another's step
-        self._mailbox = Mailbox(self._gone)  # of requests that bring none
+        self._waiting: deque[Mailbox] = deque()  # of threads that wait for another thread's step
+        self._mailbox = Mailbox(self._gone)  # of requests without a mailbox
 
     def new_mailbox(self) -> Mailbox:
-        """Make a mailbox for the requests of one call. They are dropped when it ceases to exist."""
+        """Make a mailbox for the requests of one call. Deleting the mailbox drops its requests."""
         return Mailbox(self._gone)
 
     def add_request(self, request: Request, mailbox: Mailbox | None = None, streams: bool = True) -> int:
@@ -65,10 +65,10 @@ class Calls:
 
         Args:
             mailbox: gets the request's events; without one, `step` returns them.
-            streams: False makes the text once, at the end, which is cheaper, and gives no event but the end.
+            streams: False decodes the text once, at the end, which is cheaper; the only event is then the end.
 
         Raises:
-            ValueError: the prompt could never run; nothing was queued.
+            ValueError: the prompt can never run; nothing was queued.
             RuntimeError: called from inside a step.
         """
         scheduler = self.engine.scheduler
@@ -86,17 +86,17 @@ class Calls:
         return sequence.request_id
 
     def step(self) -> list[Event]:
-        """Run one step for all requests; returns the news of those that came without a mailbox."""
+        """Run one step for all requests; returns the events of requests without a mailbox."""
         self._step_unless_news(None)
-        with self.lock:  # its mailbox is that of all threads that call `step`
+        with self.lock:  # all threads that call `step` share this mailbox
             return self._mailbox.take()
 
     def is_finished(self) -> bool:
-        """Tell whether `step` has returned the ends of all requests that came without a mailbox."""
+        """Tell whether `step` has returned the end of every request without a mailbox."""
         return not (self._mailbox.owner.unfinished or self._mailbox.has_news)
 
     def advance(self, mailbox: Mailbox) -> None:
-        """Run a step, or wait while another thread runs one. Call it until there is news in `mailbox`."""
+        """Run a step, or wait while another thread runs one. Call it until `mailbox` has news."""
         if self._midway and not self._inside_step:
             self._waiting.append(mailbox)
             if self._midway and mailbox.wait(self.longest_wait):
@@ -104,9 +104,9 @@ class Calls:
         self._step_unless_news(mailbox)
 
     def abort(self, request_id: int) -> bool:
-        """Drop a request wherever it is, and free its blocks. False if it was already gone.
+        """Drop a request, waiting or running, and free its blocks. Returns False if it was already gone.
 
-        A call that still waits for the request gets an error. From inside a step, the request goes after the step.
+        A call that still waits for the request gets an error. From inside a step, it takes effect after the step.
         """
         known = self.knows(request_id)
         if known:
@@ -115,16 +115,16 @@ class Calls:
         return known
 
     def knows(self, request_id: int) -> bool:
-        """Tell whether a request still waits or runs."""
+        """Tell whether a request is waiting or running."""
         return self.engine.scheduler.find(request_id) is not None
 
     def has_unfinished(self) -> bool:
-        """Tell whether any request waits or runs."""
+        """Tell whether any request is waiting or running."""
         self.settle()
         return self.engine.scheduler.has_unfinished()
 
     def stats(self) -> dict[str, int]:
-        """Return the engine's counters, and how full it is now."""
+        """Return the engine's counters and its current load."""
         self.settle()
         scheduler = self.engine.scheduler
         return asdict(self.engine.counters) | {
@@ -135,7 +135,7 @@ class Calls:
         }
 
     def settle(self) -> None:
-        """Do what is due between two steps. Inside a step it does nothing: the next thread to take the lock does it."""
+        """Do the work due between two steps. Inside a step: no-op; the next thread that takes the lock does it."""
         self._wake_up()
         if (self._midway or self._gone or self._aborted) and not self._inside_step:
             with self.lock:
@@ -144,11 +144,11 @@ class Calls:
 
     @property
     def _inside_step(self) -> bool:
-        """Whether this thread holds the lock: in a `sampling_fn`, a signal handler, or where garbage is collected."""
+        """Whether this thread holds the lock: in a `sampling_fn`, a signal handler or the garbage collector."""
         return self.lock._is_owned()  # pyright: ignore[reportAttributeAccessIssue] (an RLock has it since Python 2)
 
     def _step_unless_news(self, mailbox: Mailbox | None) -> None:
-        """Run a step, unless another thread's has brought news while this one waited for the lock."""
+        """Run a step, unless another thread's step has brought news while this thread waited for the lock."""
         if self._inside_step:
             raise RuntimeError(INSIDE_STEP)
         try:
@@ -169,20 +169,20 @@ class Calls:
 
     def _wake_up(self) -> None:
         """Wake the threads that wait for the end of a step."""
-        with suppress(IndexError):  # another thread may be waking them up too
+        with suppress(IndexError):  # another thread may wake them up too
             for _ in range(len(self._waiting)):
                 self._waiting.popleft().ring()
 
-    # ---- under the lock: all of this may break off, and is done again then ---------------------------------------
+    # ---- under the lock: any of this may break off, and is then repeated ---------------------------------------
 
     def _begin(self) -> None:
-        """Begin a change: first catch up on what is due, if anything is."""
+        """Begin a change: first do the work that is due."""
         if self._midway or self._gone or self._aborted:
             self._catch_up()
         self._midway = True
 
     def _catch_up(self) -> None:
-        """Recover if the change before broke off, and drop the requests that are to go."""
+        """Recover if the last change broke off, and drop aborted requests and those of closed mailboxes."""
         if self._midway:
             self.engine.forget()
             self._deliver()
@@ -192,7 +192,7 @@ class Calls:
             owner = self._gone[0]
             for sequence in list(owner.unfinished):
                 self.engine.remove(sequence)
-                owner.unfinished.discard(sequence)  # also one that an interrupt while it arrived kept out
+                owner.unfinished.discard(sequence)  # also one that an interrupt kept out of the queue as it arrived
             self._gone.popleft()
         while self._aborted:
             sequence = self.engine.scheduler.find(self._aborted[0])
@@ -205,7 +205,7 @@ class Calls:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Note in the mailbox of each request's call that there is something to read."""
+        """Tell the mailbox of each request's call that there is something to read."""
         news = self.engine.news
         while news:
             sequence: BatchSequence = news[0]

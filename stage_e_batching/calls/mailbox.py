@@ -1,12 +1,13 @@
-"""How a call gets the results of its requests.
+"""Mailboxes: how a call gets the results of its requests.
 
-Several calls share one engine, and whichever of them runs a step runs it for all. So each call has a `Mailbox`. The
-engine only notes in it *which* requests have news; the reader takes from the request what it has not read yet. A note
-that comes twice is therefore harmless, which makes recovery from an interrupted step simple: note every request again.
+Several calls share one engine, and a call that runs a step runs it for all of them. So each call has a `Mailbox`. The
+engine puts only *which* requests have news into it; the reader takes the tokens that it has not read yet from the
+request. Putting a request in twice is harmless, which makes recovery from an interrupted step simple: put every request
+in again.
 
 A call owns its requests through its mailbox. When the call ends it closes the mailbox, and the engine drops what is not
-done. If a second Ctrl-C keeps the call from doing so, the mailbox ceases to exist with it, and as the engine refers to
-it weakly, the interpreter itself reports that to the engine.
+done. If a second Ctrl-C prevents that, the mailbox is deleted with the call. The engine holds only a weak reference to
+the mailbox, so the interpreter reports the deletion to the engine.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ class Token(NamedTuple):
     """One generated token."""
 
     token_id: int
-    text: str  # what became certain with it: nothing inside an unfinished character or a possible stop string
-    logprobs: dict[int, float] | None = None  # where the request asked for them
+    text: str  # that became certain with it: without unfinished characters and possible beginnings of stop strings
+    logprobs: dict[int, float] | None = None  # if the request asked for them
 
 
 class Event(NamedTuple):
     """New tokens of a request, or its end."""
 
     request_id: int
-    tokens: list[Token]  # none where the request does not stream
+    tokens: list[Token]  # empty if the request does not stream
     text: str  # of these tokens
-    output: GenerationOutput | None = None  # the whole answer, when it is complete or has failed
+    output: GenerationOutput | None = None  # the whole answer, once it is complete or has failed
     error: Exception | None = None  # what ended the request before its answer was complete
 
 
 class Owner(weakref.ref):
-    """The engine's weak reference to a mailbox, with the requests that are to go when the mailbox goes."""
+    """The engine's weak reference to a mailbox, with the requests that are dropped together with it."""
 
-    unfinished: Any = frozenset()  # of sequences; an interrupt may come before it has a set of its own
+    unfinished: Any = frozenset()  # of sequences; the default serves if an interrupt comes before `__init__` sets it
 
 
 class Mailbox:
-    """The news of one call's requests.
+    """The events of one call's requests.
 
     Args:
-        gone: where `owner` is put when this mailbox is closed or ceases to exist.
+        gone: receives `owner` when this mailbox is closed or deleted.
     """
 
     def __init__(self, gone: deque[Owner]) -> None:
@@ -64,7 +65,7 @@ class Mailbox:
         return bool(self._news)
 
     def close(self) -> None:
-        """Give up the requests that have not ended; the engine drops them before its next step."""
+        """Abandon the requests that have not ended; the engine drops them before its next step."""
         self._gone.append(self.owner)
 
     def put(self, sequence: BatchSequence) -> None:
@@ -81,11 +82,11 @@ class Mailbox:
         return events
 
     def ring(self) -> None:
-        """Wake up the thread that waits here, or will."""
+        """Wake up the thread that waits here now, or the next one that does."""
         self._bell.put(None)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the bell; returns whether it rang."""
+        """Wait for `ring`; returns whether it came."""
         with suppress(Empty):
             self._bell.get(timeout=seconds)
             return True
@@ -93,10 +94,10 @@ class Mailbox:
 
 
 def unread(sequence: BatchSequence) -> Event | None:
-    """Return the tokens and the end of a request that its call has not read yet; None if there is nothing."""
+    """Return the tokens, and the end, that a request's call has not read yet; None if there is nothing."""
     if sequence.end_was_read:
         return None
-    # Look at the end first: once a request has ended, its text grows no more, whichever thread runs the steps.
+    # Read the end first: once a request has ended, its text does not grow, whichever thread runs the steps.
     output = sequence.output
     tokens = unread_tokens(sequence) if sequence.streams else []
     sequence.end_was_read = output is not None
@@ -105,11 +106,11 @@ def unread(sequence: BatchSequence) -> Event | None:
 
 
 def unread_tokens(sequence: BatchSequence) -> list[Token]:
-    """Return the tokens that its call has not read yet, and count them as read."""
+    """Return the tokens that the call has not read yet, and count them as read."""
     completion, num_prompt_tokens = sequence.completion, sequence.num_prompt_tokens
     ends, logprobs = completion.text_ends, completion.logprobs
     start, sequence.num_read = sequence.num_read, len(ends)
-    text = completion.text  # after the count: another thread may be giving the request its next token
+    text = completion.text  # after the count: another thread may be adding the next token
     return [
         Token(
             completion.all_token_ids[num_prompt_tokens + i],

@@ -1,8 +1,8 @@
-"""Stage A's arithmetic of sampling as Triton functions: penalties, distances, weights, noise; and how programs meet.
+"""Stage A's arithmetic of sampling as Triton functions: penalties, distances, weights, noise; and a barrier.
 
-What decides which tokens are kept is rounded operation for operation as PyTorch rounds it; a compiler that fuses a
-product with a sum rounds once where PyTorch rounds twice, so the products before sums are `multiply`. The noise is not
-that exact: it uses the GPU's own logarithm.
+Every operation that decides which tokens are kept rounds as PyTorch does. A compiler that fuses a product with a sum
+rounds once where PyTorch rounds twice, so a product before a sum uses `multiply`. The noise is less exact: it uses the
+GPU's logarithm instruction.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def load_logits(logits, token, inside):
 
 @triton.jit
 def is_infinite(highest):
-    """Tell whether a row's highest score is none: +inf, which NaN counts as, or -inf."""
+    """Tell whether a row's highest score is infinite; NaN counts as +inf."""
     return (highest == float("inf")) | (highest == float("-inf"))
 
 
 @triton.jit
 def multiply(a, b, NATIVE: tl.constexpr):
-    """Compute a product that no addition is fused with, so that it is rounded by itself, as PyTorch's is."""
+    """Compute a product that the compiler does not fuse with an addition, so that it rounds as PyTorch's does."""
     if NATIVE:
         return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
     return a * b
@@ -53,7 +53,7 @@ def multiply(a, b, NATIVE: tl.constexpr):
 
 @triton.jit
 def load_penalties(words):
-    """Load what a row's scores are lowered by: whether at all, its row of counts, and the three strengths."""
+    """Load a row's penalties: whether it has any, its row of counts, and the three strengths."""
     penalised = (tl.load(words + FLAGS) & PENALISED) != 0
     table_row = tl.where(penalised, tl.load(words + TABLE_ROW), 0).to(tl.int64)
     repetition = tl.where(penalised, load_float(words, REPETITION), 1.0)
@@ -129,10 +129,10 @@ def _log2(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def gumbel(token, key, NATIVE: tl.constexpr):
-    """Compute `-log(-log(u))` with the GPU's own base-2 logarithm, which is an instruction and not a function.
+    """Compute `-log(-log(u))` with the GPU's base-2 logarithm instruction.
 
-    That instruction is off by up to 2**-22, absolutely, between 1/2 and 2: too much for -log(u) where u is close to 1,
-    which is just where the winners are. There the series of -log(1 - x) is used.
+    Between 1/2 and 2 that instruction has an absolute error of up to 2**-22. That is too much for -log(u) with u close
+    to 1, where the winners are. There the series of -log(1 - x) is used.
     """
     bits = _mix32(_mix32(token.to(tl.uint32)) ^ key)
     uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
@@ -150,7 +150,7 @@ def share_of(mass, top_p):
 
 @triton.jit
 def meet(arrived, times, parts):
-    """Wait until all programs of a row have come here for the `times`-th time; what they wrote can be read then."""
+    """Wait until all programs of a row have reached their `times`-th barrier; then their writes are visible."""
     tl.debug_barrier()
     if parts > 1:
         tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
@@ -170,7 +170,7 @@ def best_of_stretch(logit, highest, token, temperature, key, NATIVE: tl.constexp
     if temperature == 0.0:
         best = tl.argmax(logit, 0, tie_break_left=True)
     else:
-        # A stretch may be filtered out entirely: -inf minus -inf would be no number.
+        # A stretch may be filtered out entirely: -inf minus -inf would be NaN.
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         best = tl.argmax((logit - shift) * (1.0 / temperature) + gumbel(token, key, NATIVE), 0, tie_break_left=True)
     return best

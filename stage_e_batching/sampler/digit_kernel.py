@@ -1,16 +1,16 @@
-"""A Triton kernel for rows with penalties alone, and for filtered rows for which the short list did not suffice.
+"""A Triton kernel for rows that have only penalties, and for filtered rows whose short list was not enough.
 
 It finds the cut-off of a filtered row digit by digit, and then the best token of each stretch of the row.
 
-The cut-off, the largest distance (stage A's `filters.py`) that the filters keep, is an integer of 30 bits. It is found
-as one finds a word in a dictionary, in three digits of ten bits:
+The cut-off, the largest distance (stage A's `filters.py`) that the filters keep, is an integer of 30 bits. The kernel
+finds it as one finds a word in a dictionary, in three digits of ten bits:
 
     first digit    count the tokens by the first digit of their distance: a histogram of 1,024 bins
                    add up from the nearest bin: the k-th token is in the bin where the sum reaches k
     second digit   the same for the tokens of that bin, by their second digit; then the third
 
-For top-p the bins add up weights instead of tokens, and the wanted sum is p times the weight that top-k has left. All
-sums are of integers, and come out the same in any order. As in `short_list_kernel.py`, several programs share a row.
+For top-p the bins add up weights instead of tokens, and the wanted sum is p times the total weight after top-k. All
+sums are of integers, so their order does not matter. As in `short_list_kernel.py`, several programs share a row.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -121,7 +121,7 @@ def digit_kernel(
             if nearer + tl.sum(tl.where(bins == below, amount, 0), 0) == top_k:
                 digit = _DIGITS  # the bin ends with the k-th token: its other digits need not be known
 
-    # top-p: the distance at which the weight of the nearest reaches p times that of all that are left.
+    # top-p: the distance up to which the nearest tokens have the share p of the remaining weight.
     if top_p < 1.0:
         lighter, wanted = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
         prefix, digit = 0, 0

@@ -1,16 +1,17 @@
 """Triton kernels that sample: temperature, noise and argmax in one pass over the logits.
 
 PyTorch would write the scaled logits, the random bits, the noise and the sum to memory and read them back, a dozen
-passes over `[rows, vocab]`. Everything a logit needs is known where it is read, its temperature, its row's key and its
-own token id, so one pass that keeps the best of each stretch is enough: 256 rows of 152 thousand bfloat16 logits are
-78 MB, read once. A second, tiny kernel compares the stretches' winners.
+passes over `[rows, vocab]`. A kernel that reads a logit also knows its temperature, its row's key and its token id, so
+one pass that keeps the best of each stretch is enough: 256 rows of 152 thousand bfloat16 logits are 78 MB, read once. A
+second, tiny kernel compares the stretches' winners.
 
-Rows with penalties, top-k, top-p or min-p are the work of two kernels in front, `short_list_kernel.py` and
-`digit_kernel.py`; a row that asks for none of these pays for reading a flag there. All four take what a row asks for
-from device memory, so they are launched alike for any mixture and can be recorded in a CUDA graph.
+Two kernels that run first, `short_list_kernel.py` and `digit_kernel.py`, handle rows with penalties, top-k, top-p or
+min-p; any other row only costs them the reading of a flag. All four kernels read the rows' parameters from device
+memory, so one launch serves any mixture of requests and can be recorded in a CUDA graph.
 
-The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise made of them differs from its
-in the fifth digit, so a sampled token differs only where two tokens come that close: one in some hundred thousand.
+The random bits are stage A's: the same hash in unsigned 32-bit arithmetic. The noise computed from them differs from
+stage A's in the fifth digit, so a sampled token differs only if two tokens are that close: about one in a hundred
+thousand.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -41,13 +42,13 @@ from stage_e_batching.sampler.digit_kernel import BINS, DIGITS, digit_kernel
 from stage_e_batching.sampler.short_list_kernel import BLOCK, LIST, MOST_PARTS, USUAL, short_list_kernel
 
 SPAN = 8192  # logits a program looks at, held in registers
-PROGRAMS = 2  # of that search, per multiprocessor: all of them run at the same time
+PROGRAMS = 2  # of the cut-off search, per multiprocessor; all of them run at the same time
 _REPLACED, _NO_TOKEN = tl.constexpr(REPLACED), tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
 def score_of_winner(logit, noise, highest, temperature):
-    """Compute the score of a stretch's winner beside those of the other stretches; `highest` is the row's."""
+    """Compute the score by which a stretch's winner competes with other stretches; `highest` is the row's."""
     greedy = temperature == 0.0
     return tl.where(greedy, logit, (logit - highest) * (1.0 / tl.where(greedy, 1.0, temperature)) + noise)
 
@@ -69,7 +70,7 @@ def _best_of_stretch_kernel(
     row = tl.program_id(0).to(tl.int64)
     stretch = tl.program_id(1)
     if (tl.load(rules + row * WORDS + FLAGS) & (FILTERED | PENALISED)) != 0:
-        return  # the kernels in front have been there
+        return  # the kernels before this one have handled the row
     token = stretch * SPAN + tl.arange(0, SPAN)
     logits += row * row_stride
     logit = load_logits(logits, token, token < vocab)
@@ -93,11 +94,11 @@ def _best_of_row_kernel(
     counts,  # [table rows, vocab]; the token of a row with penalties is counted
     tokens,  # int64 [rows]: the token of a row that has one already, or -1
     tops,  # float32 [rows]: the highest score of a filtered row
-    arrived,  # int32 [rows, 2], of the kernels in front: made zero again
+    arrived,  # int32 [rows, 2], of the kernels before this one: set to zero again
     winners,  # float32 [3, rows, most]
     winner_ids,  # int64 [rows, most]
     most,
-    stretches,  # winners of a row that asks for nothing; of another one there are `most`
+    stretches,  # winners of a row without filters and penalties; other rows have `most`
     vocab,
     MOST_PAD: tl.constexpr,
 ):
@@ -129,16 +130,16 @@ def _best_of_row_kernel(
 
 
 def programs_per_row(rows: int, vocab: int, multiprocessors: int) -> int:
-    """Choose among how many programs a row's search is divided, a power of two, so that all of them run at once."""
+    """Choose the number of programs per row for the search, a power of two, so that all programs run at once."""
     most = min(MOST_PARTS, PROGRAMS * multiprocessors // rows, triton.cdiv(vocab, BLOCK))
     return 1 << max(0, most.bit_length() - 1)
 
 
 class RowChooser:
-    """Launches the kernels on the current stream; one such at a time may be under way.
+    """Launches the kernels on the current stream; only one launch may be in flight.
 
     Args:
-        most_rows: that are chosen for at once.
+        most_rows: rows per call, at most.
         vocab: columns of the logits.
         counts: the table of counts, `[table rows, vocab]`, written; it may have no rows if no row has penalties.
     """
@@ -154,7 +155,7 @@ class RowChooser:
         def room(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(most_rows, *sizes, dtype=dtype, device=counts.device)
 
-        # What the kernels hand each other.
+        # Buffers that pass results from kernel to kernel.
         self._tokens = room(dtype=torch.int64)
         self._tops = room(dtype=torch.float32)
         self._arrived = room(2)  # zero between launches, as the sums are
@@ -180,7 +181,7 @@ class RowChooser:
         if logits.stride(1) != 1:
             raise ValueError(f"logits have strides {logits.stride()}; the logits of a row must be adjacent")
         parts = programs_per_row(count, vocab, self._multiprocessors)
-        # All programs of a row at once: so many registers for each that `PROGRAMS` fit onto a multiprocessor.
+        # All programs run at once: each gets as many registers as let `PROGRAMS` of them fit on a multiprocessor.
         together = {"launch_cooperative_grid": True, "maxnreg": 128} if self._on_gpu and parts > 1 else {}
         short_list_kernel[(count * parts,)](
             self._tokens,

@@ -1,4 +1,4 @@
-"""Log-probabilities for the rows that ask for them, without waiting for the device."""
+"""Compute log-probabilities for the rows that ask for them, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stage_a_naive.contract.logprobs import likeliest
 
-GROUP = 2**22  # logits at a time: as float32, as 64-bit keys and sorted they take some thirty bytes each
+GROUP = 2**22  # logits at a time: as float32, as 64-bit keys and sorted, each takes about thirty bytes
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class RowLogprobs:
     """Log-probabilities of the rows that ask for them, on the host once the copies have arrived."""
 
     rows: list[int]
-    counts: list[int]  # how many of the likeliest each row asks for
+    counts: list[int]  # how many of the likeliest tokens each row asks for
     ids: Tensor  # int64 [asking, most]
     values: Tensor  # float32 [asking, most], likeliest first
     chosen: Tensor  # float32 [asking]: of the sampled token
@@ -41,7 +41,7 @@ def row_logprobs(logits: Tensor, ids: Tensor, asking: Tensor, rows: list[int], c
         ids: int64 `[rows]`, the sampled tokens.
         asking: the rows that ask, int32 `[asking]`, on the logits' device.
         rows: the same on the host.
-        counts: how many of the likeliest each of these asks for.
+        counts: how many of the likeliest tokens each of these asks for.
     """
     most, group = max(counts), max(1, GROUP // logits.shape[1])
     parts = [_of_group(logits, ids, at, most) for at in asking.split(group)]

@@ -1,7 +1,7 @@
 """Rows whose tokens a replaced `sampling_fn` chooses.
 
-A request keeps the function that was set when it was added, so one batch may have rows of several functions beside rows
-of the built-in sampler. Each function is called once for all of its rows, and again for each row alone if that fails.
+A request keeps the function that was set when the request was added, so one batch may mix several functions and the
+built-in sampler. Each function is called once for all of its rows; if that fails, it is called again for each row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def choose_replaced(scores: Tensor, requests: Sequence[Request], ids: Tensor) ->
     for rows in groups.values():
         at = torch.tensor(rows, device=scores.device)
         sampling_fn = requests[rows[0]].sampling_fn
-        assert sampling_fn is not None  # else the rows were not here
+        assert sampling_fn is not None  # only such rows are grouped
         logits = scores.index_select(0, at).float()
         chosen, failed = replaced_ids(sampling_fn, logits, [requests[row].params for row in rows])
         ids.index_copy_(0, at, chosen)

@@ -1,8 +1,8 @@
-"""The sampler of one engine: what the request in each batch slot asks for, and its tokens.
+"""The sampler of one engine: it keeps the sampling parameters of every batch slot and samples tokens.
 
-A step asks twice: `fill` writes what its rows ask for into the step's input, and `choose`, which a CUDA graph can hold,
-chooses the tokens on the device. What reaches beyond that (log-probabilities, rules about single tokens, a replaced
-`sampling_fn`) is added by `complete`, for steps in which some row asks for it.
+A step calls it twice: `fill` writes the parameters of the rows into the step's input, and `choose`, which a CUDA graph
+    can hold, samples the tokens on the device. `complete` adds the rest (log-probabilities, rules about single tokens,
+    a replaced `sampling_fn`) for steps in which some row asks for it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SampledTokens:
     """A step's tokens, still on the device."""
 
     ids: Tensor  # int64 [rows]
-    told: Tensor  # the same for the host, with `NO_TOKEN` where none could be chosen
+    told: Tensor  # the same for the host, with `NO_TOKEN` where no token could be chosen
     logprobs: RowLogprobs | None = None
     errors: dict[int, Exception] | None = None  # of rows whose `sampling_fn` failed; their ids mean nothing
 
     def on_host(self, ids: Tensor) -> Sampled:
-        """Return the step's result. `ids` are `told`, on the host, or on the device, which is waited for then."""
+        """Return the step's result. `ids` is `told`, on the host or on the device; the latter waits for the device."""
         token_ids = ids.tolist()
         return Sampled(token_ids, self.logprobs and self.logprobs.by_row(token_ids), self.errors)
 
@@ -47,15 +47,15 @@ class SampledTokens:
         return self.on_host(self.told)
 
 
-Choose = Callable[[Tensor, SamplerInput], Tensor]  # of logits and what their rows ask for: ids; counts nothing
-Penalise = Callable[[Tensor, Tensor], Tensor]  # of logits and the rules of their rows: scores
+Choose = Callable[[Tensor, SamplerInput], Tensor]  # (logits, parameters of the rows) -> ids; updates no counts
+Penalise = Callable[[Tensor, Tensor], Tensor]  # (logits, rules of their rows) -> scores
 
 
 class Constraints(Protocol):
-    """Which tokens may come next, for requests that want their answers in some form."""
+    """Which tokens may come next, for requests with structured output."""
 
     def admit(self, sequence: BatchSequence) -> bool:
-        """Take over a sequence in its batch slot; returns whether its tokens are constrained."""
+        """Register a sequence under its batch slot; returns whether its tokens are constrained."""
         ...
 
     def choose(
@@ -72,14 +72,14 @@ class Constraints(Protocol):
 
 
 class Sampler(BatchSampler):
-    """Chooses tokens for the sequences in the batch slots, which are its rows of the batch.
+    """Samples tokens for the sequences in the batch slots. The slots are the rows of `BatchSampler`.
 
     Args:
         max_num_seqs: batch slots.
-        max_num_penalised: of these, the first ones that have a row in the table of counts.
+        max_num_penalised: how many of the slots, from the first one on, have a row in the table of counts.
         vocab_size, device: of the logits.
         max_model_len: the longest sequence.
-        constraints: of tokens, for engines that have such; rows with them count as having another sampler.
+        constraints: for engines with structured output; constrained rows count as rows with a replaced sampler.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Sampler(BatchSampler):
         self.constraints = constraints
         self._sequences: list[BatchSequence | None] = [None] * max_num_seqs
         self._steps = np.zeros(max_num_seqs, np.int64)  # tokens that each had generated before its last step
-        self._until = np.full(max_num_seqs, FOREVER)  # tokens from which on `choose` is enough for it
+        self._until = np.full(max_num_seqs, FOREVER)  # number of tokens from which on `choose` is enough
         self._last_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # of slots with rules about tokens
         if device.type == "cuda":
             from stage_e_batching.sampler.kernels import RowChooser  # here, because only GPUs need Triton
@@ -116,7 +116,7 @@ class Sampler(BatchSampler):
         self.enter(slot, sequence.completion, replaced)
 
     def fill(self, batch_rows: np.ndarray, steps: np.ndarray, out: SamplerInput[np.ndarray]) -> int:
-        """As `BatchSampler.fill`; rows whose rules about tokens have ended are not chosen again from now on."""
+        """As `BatchSampler.fill`; rows whose rules about tokens have ended no longer go through `complete`."""
         if (self._rules[batch_rows, FLAGS] & REPLACED).any():
             self._steps[batch_rows] = steps
             self._rules[batch_rows[steps >= self._until[batch_rows]], FLAGS] &= ~REPLACED
@@ -143,11 +143,12 @@ class Sampler(BatchSampler):
     def complete(
         self, logits: Tensor, ids: Tensor, told: Tensor, rows: SamplerInput, batch_slots: np.ndarray
     ) -> SampledTokens:
-        """Add what `choose` cannot do: the tokens of rows with rules or another sampler, and log-probabilities.
+        """Add what `choose` cannot do: rows with rules about tokens or a replaced sampler, and log-probabilities.
 
         Args:
             logits: `[rows, vocab]`, as `choose` got them.
-            ids, told: int64 `[rows]`, what it returned; the ids of rows with another sampler are written.
+            ids, told: int64 `[rows]`, as `choose` returned them; the ids of rows with a replaced sampler are
+                overwritten.
             batch_slots: of the rows, on the host.
         """
         flags = self._rules[batch_slots, FLAGS]
@@ -188,10 +189,10 @@ class Sampler(BatchSampler):
     def _ruled(
         self, logits: Tensor, sequences: list[BatchSequence], batch_slots: np.ndarray, last_ids: Tensor
     ) -> Tensor:
-        """Apply the rules of some sequences about single tokens to their logits, in new float32 ones.
+        """Apply some sequences' rules about single tokens to their logits; returns new float32 logits.
 
-        Where the next step is launched before the last token has arrived, the host knows all tokens but that one, which
-        is compared with bad words on the device.
+        If the next step is launched before the last token has arrived, the host knows all tokens except the last one;
+        the device compares that token with the bad words.
         """
         rules = [sequence.request.token_rules for sequence in sequences]
         known = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]

@@ -1,15 +1,15 @@
-"""A Triton kernel that chooses the tokens of rows with top-k, top-p or min-p from a short list, without sorting.
+"""A Triton kernel that samples from rows with top-k, top-p or min-p through a short list, without sorting.
 
-Sorting 150 thousand scores to keep twenty of them is most of the work of a sampler, and nobody needs the order. A row
+Sorting 150 thousand scores to keep twenty of them is most of a sampler's work, and the order is not needed. A row
 is divided among programs, and each lane of a program keeps the best score of its piece of the row. The best scores of
 the pieces bound the cut-off: if 20 pieces have a token of at least this score, so has the 20th best token. A second
-pass over the row collects the tokens that reach the bound, some dozens of 150 thousand. If they are all that the
-filters can keep, the row's token is chosen among them, and nobody reads the row again. If not, because the distribution
-is flat and a nucleus has thousands of tokens, `digit_kernel.py` finds the cut-off.
+pass over the row collects the tokens that reach the bound, some dozens of 150 thousand. If the list holds every token
+that the filters can keep, the row's token is chosen from the list and the row is not read again. If not, because the
+distribution is flat and a nucleus has thousands of tokens, `digit_kernel.py` finds the cut-off.
 
-Few rows are divided among many programs, or most of the GPU would watch. The programs of a row wait for one another
-after each pass, so all of them must run at the same time: there are never more than fit onto the GPU at once, and the
-launch is cooperative, which makes the GPU start all of them or none.
+Each row is divided among many programs when there are few rows, to keep the whole GPU busy. The programs of a row wait
+for one another after each pass, so all of them must run at the same time. There are never more programs than fit onto
+the GPU at once, and the launch is cooperative: the GPU starts all of them or none.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -42,13 +42,13 @@ from stage_e_batching.sampler.arithmetic import (
 
 BLOCK = 2048  # scores that a program looks at together
 MOST_PARTS = 64  # programs that a row is divided among
-LIST = 1024  # tokens that the list has room for
-USUAL = 256  # tokens that it is made for where top-k does not say how many are kept, or says more
+LIST = 1024  # capacity of the list, in tokens
+USUAL = 256  # size that the bound aims at if there is no top-k, or a larger one
 
 
 @triton.jit
 def _ordered(score):
-    """Integers that are ordered as these float32 numbers are."""
+    """Map float32 numbers to integers in the same order."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -68,7 +68,7 @@ def _rth_largest(values, r):
 @triton.jit
 def _nearest_with(values, amounts, wanted):
     """Find the smallest int32, below 2**30, up to which the `amounts` of these `values` add up to `wanted`."""
-    found = tl.zeros([], tl.int32)  # the largest number below which the sum is not reached
+    found = tl.zeros([], tl.int32)  # the largest value such that the sum below it is too small
     for i in range(30):
         higher = found + (1 << (29 - i))
         found = tl.where(tl.sum(tl.where(values < higher, amounts, 0), 0) < wanted, higher, found)
@@ -79,7 +79,7 @@ def _nearest_with(values, amounts, wanted):
 def choose_from_list(
     scaled,  # float32 [LIST]
     token,  # int32 [LIST]
-    on_list,  # bool [LIST]: the others are empty places
+    on_list,  # bool [LIST]: False for empty entries
     whole,  # whether all tokens up to the distance `reach` are on the list
     reach,
     total,  # weight of all tokens of the row
@@ -159,7 +159,7 @@ def short_list_kernel(
     last = tl.minimum(first + each, vocab)
     half = tl.maximum(parts // 2, 1)
 
-    # The best score, and a bound that enough tokens reach: half of the parts have as many pieces above it as it takes.
+    # The best score, and a bound that enough tokens reach: half of the parts have enough pieces above it.
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(first, last, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -211,6 +211,6 @@ def short_list_kernel(
         scaled_of_list, token_of_list, on_list, number <= LIST, reach, total, top_k, top_p, farthest, key, NATIVE
     )
     if part == 0:
-        chosen = tl.where(is_infinite(top), 0, tl.where(complete, chosen, -1))  # 0 is no more looked at
+        chosen = tl.where(is_infinite(top), 0, tl.where(complete, chosen, -1))  # 0: not searched further
         tl.store(tokens + row, chosen.to(tl.int64))
         tl.store(tops + row, top)

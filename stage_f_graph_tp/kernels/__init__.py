@@ -1,4 +1,4 @@
-"""Kernel fusion in Triton: fewer, larger kernels per layer. `choose_layers` is the way in for the rest of stage F."""
+"""Kernel fusion in Triton: fewer, larger kernels per layer. The rest of stage F calls only `choose_layers`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stage_f_graph_tp.options import GraphOptions
 
 
 def choose_layers(model: DecoderModel, options: GraphOptions, device: torch.device) -> str:
-    """Replace a model's layers by fused ones, on a GPU where the options allow it; return a line about what is used.
+    """Replace a model's layers by fused ones, if GPU and options allow it; return a line about the layers in use.
 
     Raises:
         ValueError: `fused_mlp="on"`, which needs stage D's layers, whole.
@@ -20,7 +20,7 @@ def choose_layers(model: DecoderModel, options: GraphOptions, device: torch.devi
     if (fused or skinny) and device.type == "cuda":
         if options.fused_mlp == "on":
             raise ValueError(
-                "fused_mlp='on' needs without='fused_layers,skinny_gemm': fused layers have MLP kernels of their own"
+                "fused_mlp='on' needs without='fused_layers,skinny_gemm': fused layers use other MLP kernels"
             )
         if model.config.beyond_kernels:
             return f"layers: stage D's (our Triton kernels do not compute {model.config.beyond_kernels})"
@@ -34,6 +34,6 @@ def choose_layers(model: DecoderModel, options: GraphOptions, device: torch.devi
         return f"layers: our Triton kernels {' and '.join(between + inside)}"
     if options.tensor_parallel_size == 1:
         return use_fused_mlp(model, options, device)
-    if options.fused_mlp == "on":  # the operator adds the residual, which shards may do only once all are summed
+    if options.fused_mlp == "on":  # the operator adds the residual, but shards must be summed first
         raise ValueError("fused_mlp='on' needs whole layers; these are sharded over several ranks")
     return "MLP: PyTorch's kernels (the layers are sharded)"

@@ -1,15 +1,15 @@
-"""Stage D's decode attention, started by programmatic dependent launch (`pdl.py`).
+"""Stage D's decode attention, launched by programmatic dependent launch (`pdl.py`).
 
-The loop over the keys and the combine are stage D's functions. New is only what a program does while the kernel in
-front still runs: lengths and block tables are known before the step begins, so it loads those first; the query and the
-newest key are the work of the kernel in front, so it waits before it reads them.
+The loop over the keys and the combine are stage D's functions. Only the start is new, while the previous kernel still
+runs. Lengths and block tables are known before the step begins, so a program loads them first. The previous kernel
+writes the query and the newest key, so the program waits before it reads them.
 
 All other keys and values were written by earlier steps. A program that has a single tile loads them before it waits
 (`only_tile`). One with several tiles does not: a first tile outside the loop breaks the loop's pipeline of loads, which
-was measured to cost more. Nor may it where more keys than the newest are of this step: where drafts have rows of their
-own, or a prompt shares a block that another one fills now (`AttentionMetadata.one_new_key`). With Qwen3-0.6B (heads of
-128) it cost 2 to 14 % of a step of 8 to 64 sequences; with more sequences, whose contexts have few splits, hardly any
-program has a single tile.
+was measured to cost more. It is not allowed if this step writes more keys than the newest one: if drafts have rows, or
+if a prompt shares a block that another prompt fills in this step (`AttentionMetadata.one_new_key`). With Qwen3-0.6B
+(heads of 128) a first tile outside the loop cost 2 to 14 % of a step of 8 to 64 sequences; with more sequences, whose
+contexts have few splits, hardly any program has a single tile.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -55,14 +55,14 @@ def only_tile(
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Attend to one tile of keys, those from `start`, which there is, and wait for the kernel in front in between.
+    """Attend to the one tile of keys that begins at `start`, and wait for the previous kernel in between.
 
     `query` holds addresses, [GROUP_PAD, HEAD_PAD]. Returns what `online_softmax` does.
     """
     position = start + tl.arange(0, BLOCK_N)
     inside = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]
     pool_offset = slot[:, None] * slot_stride + pool_column
-    old = (position < context_len - 1)[:, None] & inside  # all but the newest: it is not written yet
+    old = (position < context_len - 1)[:, None] & inside  # all but the newest, which is not written yet
     k = tl.load(k_cache + pool_offset, mask=old, other=0.0)
     v = tl.load(v_cache + pool_offset, mask=old, other=0.0)
     wait_for_previous(PDL)
@@ -113,7 +113,7 @@ def dependent_decode_kernel(
     WINDOW: tl.constexpr,
     ONE_NEW_KEY: tl.constexpr,
 ):
-    """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`, and the metadata's."""
+    """Attend with one query per sequence; arguments as of stage D's `decode_kernel`."""
     start_next(PDL)
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS % num_splits
@@ -127,7 +127,7 @@ def dependent_decode_kernel(
     if WINDOW > 0:
         first = first_visible(context_len, WINDOW, BLOCK_N)
     block = look_up(table, first + split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
-    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # those that have work
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # splits that have work
     if split >= splits:
         return  # without a wait: the first split of each sequence waits
     query += seq * query_stride + (head + row) * HEAD_DIM + column
@@ -206,7 +206,7 @@ def dependent_decode(
     sm_count: int,
     window: int = 0,
 ) -> None:
-    """Launch stage D's decode attention by PDL; arguments as its `decode`, which serves mixed batches."""
+    """Launch stage D's decode attention by PDL; arguments as of `decode`, which serves mixed batches."""
     if metadata.max_query_len > 1:
         decode(query, k_cache, v_cache, metadata, scale, out, arrival_counters, sm_count, window=window)
         return

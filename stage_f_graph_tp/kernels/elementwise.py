@@ -1,14 +1,15 @@
-"""Element-wise fusion: Triton kernels that do in one launch what a layer does between two matrix products.
+"""Element-wise fusion: one Triton kernel for all of a layer's work between two matrix products.
 
 A decode step's tensors are tiny: for 32 sequences of Qwen2.5-0.5B, all queries together are 57 KB. Time goes into
-starting kernels and waiting for memory, not into arithmetic, so every launch saved is a microsecond or more per layer.
-In stage D, the way from the QKV product to attention is a norm of the heads (Qwen3), three element-wise kernels for the
-rotation, and the store into the blocks; `rotate_and_store` is one kernel. `silu_and_multiply` is the MLP's activation
-in one kernel instead of two. The sums with the residual are part of the matrix products already (stage D's `Linear`).
+starting kernels and waiting for memory, not into arithmetic, so every saved launch saves a microsecond or more per
+layer. Between the QKV product and attention, stage D runs a norm of the heads (Qwen3), three element-wise kernels for
+the rotation, and the store into the blocks; `rotate_and_store` is one kernel for all of this. `silu_and_multiply`
+computes the MLP's activation in one kernel instead of two. The matrix products already add the residual (stage D's
+`Linear`).
 
 **No kernel for the norm.** With the norm's weight `g` in the matrix, `W' = W diag(g)`, `rms_norm(x) Wᵀ` is
-`x W'ᵀ / sqrt(mean(x²) + eps)`: one number per row. So the product takes the rows as they are, and the kernel behind it,
-given those rows, computes their scale and multiplies by it (`Rows`).
+`x W'ᵀ / sqrt(mean(x²) + eps)`: one number per row. So the product takes the rows without normalising them. The kernel
+after the product gets the same rows, computes their scale and multiplies by it (`Rows`).
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -25,11 +26,11 @@ from torch import Tensor
 
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 
-MANY = 2048  # tokens; from here on there are far more programs than run at once
+MANY = 2048  # tokens; from here on there are far more programs than can run at once
 
 
 class Rows(NamedTuple):
-    """The rows `[tokens, hidden]` that a product was given before their norm, and the norm's epsilon."""
+    """The input rows `[tokens, hidden]` of a product before their norm, and the norm's epsilon."""
 
     x: Tensor
     eps: float
@@ -45,7 +46,7 @@ def _row_scale(x, x_stride, row, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr
 
 @triton.jit
 def scale_of(most, LARGEST: tl.constexpr):
-    """Return the scale of rows whose largest absolute number is `most`, which is stored as LARGEST; 1 for zeros."""
+    """Return the scale that maps `most`, a row's largest absolute value, to LARGEST; 1 for rows of zeros."""
     return tl.where(most == 0.0, 1.0, most / LARGEST)
 
 
@@ -82,13 +83,13 @@ def _rotate_and_store_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # head_dim / 2
     HALF_PAD: tl.constexpr,
-    HEADS_PAD: tl.constexpr,  # a power of two, for all of them
+    HEADS_PAD: tl.constexpr,  # a power of two, at least the number of all heads
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,  # width of `rows`; 0: the product was of normalised rows
     ROWS_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LARGEST: tl.constexpr,  # number that the pool can hold, where it has scales
+    LARGEST: tl.constexpr,  # largest number of the pool's dtype, if the pool has scales
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -152,7 +153,7 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def rotation_warps(tokens: int) -> int:
-    """Warps for the heads of a token: more while few programs run, fewer where that lets more programs run at once."""
+    """Choose the warps per token: many while few programs run, fewer if that lets more programs run at once."""
     return 8 if tokens < MANY else 4
 
 
@@ -169,7 +170,7 @@ def rotate_and_store(
     scales: tuple[Tensor, Tensor] | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """Norm the heads (where the model does), rotate queries and keys, store keys and values in their blocks.
+    """Normalise the heads (if the model does), rotate queries and keys, store keys and values in their blocks.
 
     Args:
         qkv: `[tokens, heads + 2 kv_heads, head_dim]`, the heads of a token adjacent.
@@ -179,10 +180,10 @@ def rotate_and_store(
         layer_cache: keys and values, each `[blocks, block_size, kv_heads, head_dim]`.
         slot_mapping: `[tokens]`, int64; -1 stores nothing.
         norm: the weight `[heads + kv_heads, head_dim]` and epsilon of the heads' RMSNorm.
-        rows: what the product was given, if that is still to be normalised.
-        bias: `[(heads + 2 kv_heads) * head_dim]`, if the product is still to be increased by it.
-        scales: of keys and of values, float32 `[blocks, kv_heads, block_size]`, to be written too where the cache holds
-            each head of a token in units of its own.
+        rows: the product's input, if its norm is still to be applied.
+        bias: `[(heads + 2 kv_heads) * head_dim]`, if it is still to be added to the product.
+        scales: of keys and of values, float32 `[blocks, kv_heads, block_size]`; written if the cache stores each head
+            of a token with a scale.
 
     Returns:
         The rotated queries, `[tokens, heads, head_dim]`. The arithmetic is float32, rounded once at the end.
@@ -259,7 +260,7 @@ def _silu_and_multiply_kernel(
 def silu_and_multiply(gate_up: Tensor, rows: Rows | None = None, pdl: bool = True) -> Tensor:
     """Compute `silu(gate) * up`: `[tokens, 2 * intermediate]`, gate first, -> `[tokens, intermediate]`.
 
-    `rows`: what the product was given, if that is still to be normalised.
+    `rows`: the product's input, if its norm is still to be applied.
     """
     tokens, width = gate_up.shape
     out = torch.empty(tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
@@ -298,7 +299,7 @@ def _rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, SIZE_PAD
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = True) -> Tensor:
-    """Normalise each row of `[tokens, size]` (RMSNorm); one program per row, which it keeps in registers meanwhile."""
+    """Normalise each row of `[tokens, size]` (RMSNorm); one program per row keeps the row in registers."""
     tokens, size = x.shape
     out = torch.empty_like(x)
     pad = triton.next_power_of_2(size)

@@ -1,13 +1,13 @@
 """Stage D's layers in fewer launches.
 
-`fuse_layers(model)` replaces the layers of a built model by layers that hold the same weights and call other kernels:
+`fuse_layers(model)` replaces the layers of a built model by layers with the same weights and other kernels:
 
     element-wise fusion   QKV · norm + rotate + store · attention · output + residual
                           gate-up · norm + silu × up · down + residual                     seven launches, any tokens
     skinny GEMM           QKV + norm + rotate + store · attention · output + residual
                           gate-up + norm + silu × up · down + residual                     five, for few tokens
 
-It works on whole models and on one rank's share alike.
+It works on a whole model and on one rank's share.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from stage_f_graph_tp.kernels.skinny_gemm import (
 )
 
 Rotation = tuple[Tensor, Tensor, Tensor]
-MAX_TILES = 4096  # of a product with split-K: arrival counters allocated in advance
+MAX_TILES = 4096  # arrival counters allocated in advance for products with split-K
 
 
 class RotaryTables(nn.Module):
-    """Pass the tables and the positions on: the fused kernels look their rows up themselves."""
+    """Return the whole tables and the positions: the fused kernels look up their rows themselves."""
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
         super().__init__()
@@ -63,19 +63,19 @@ class FusedNorm(nn.Module):
 
 
 class LayerProducts(Protocol):
-    """The products of a layer, and what is fused with them; how depends on how the matrices are stored.
+    """A layer's matrix products and the work fused with them, for one way to store matrices.
 
-    `SkinnyGemms` are those of matrices in the model's dtype. A `stream` is whatever `begin` and `add` return: the
+    `SkinnyGemms` is for matrices in the model's dtype. A `stream` is the type that `begin` and `add` return: the
     residual stream `x` with a part of its next norm.
     """
 
-    max_tokens: int  # up to which `begin`, `add` and `gate_up_silu` are used
+    max_tokens: int  # `begin`, `add` and `gate_up_silu` are used for up to this many tokens
 
     def begin(self, x: Tensor, norm: RMSNorm) -> Any:
-        """Make a stream of the first layer's input."""
+        """Make a stream from the first layer's input."""
 
     def project(self, x: Any, norm: RMSNorm, linear: Any) -> tuple[Tensor, Rows | None, Tensor | None]:
-        """Multiply the norm of `x`, rows or a stream; returns what is left of the norm, and of the bias, as well."""
+        """Multiply the norm of `x`, rows or a stream; also returns the parts of norm and bias still to be applied."""
         ...
 
     def gate_up_silu(self, stream: Any, norm: RMSNorm, linear: Any) -> Tensor:
@@ -83,16 +83,16 @@ class LayerProducts(Protocol):
         ...
 
     def add(self, x: Tensor, linear: Any, residual: Tensor, gain: Tensor | None) -> Any:
-        """Compute `residual + linear(x)`: a stream for a norm of weight `gain`, or without one the sum itself."""
+        """Compute `residual + linear(x)`: a stream for a norm with weight `gain`, or the plain sum without `gain`."""
 
 
 class SkinnyGemms:
     """Products with matrices in the model's dtype, into which the norms' weights were moved (`move_norm_weights`).
 
     Args:
-        device: of the arrival counters, which all layers share.
-        max_tokens: tokens up to which a layer uses the skinny GEMMs.
-        pdl: launch by PDL, where the GPU can.
+        device: holds the arrival counters, which all layers share.
+        max_tokens: use the skinny GEMMs for up to this many tokens.
+        pdl: launch by PDL, if the GPU can.
     """
 
     def __init__(self, device: torch.device, max_tokens: int, pdl: bool = True) -> None:
@@ -104,7 +104,7 @@ class SkinnyGemms:
 
     def project(self, x: Tensor | Stream, norm: RMSNorm, linear: Linear) -> tuple[Tensor, Rows | None, Tensor | None]:
         x = x.x if isinstance(x, Stream) else x
-        # float16 ends at 65,504, which a product of rows not yet normalised can reach; they are normalised first.
+        # A product of rows without their norm can exceed float16's 65,504, so float16 rows are normalised first.
         first = x.dtype == torch.float16
         given, rows = (rms_norm(x, norm.weight, norm.eps, self._pdl), None) if first else (x, Rows(x, norm.eps))
         return F.linear(given, linear.weight), rows, linear.bias
@@ -113,7 +113,7 @@ class SkinnyGemms:
         return gate_up_silu(stream, norm.eps, linear.weight, pdl=self._pdl)
 
     def add(self, x: Tensor, linear: Any, residual: Tensor, gain: Tensor | None) -> Tensor | Stream:
-        """As `LayerProducts.add`. Of a shard, the kernel adds up the ranks' products too, if it can."""
+        """As `LayerProducts.add`. On a shard, the kernel also sums the ranks' products, if it can."""
         peers = getattr(linear, "peers", None)
         if isinstance(linear, Linear) or peers is not None:
             stream = product_add(x, linear.weight, residual, self._arrival_counters, peers=peers, pdl=self._pdl)
@@ -126,13 +126,13 @@ class FusedLayer(nn.Module):
     """A decoder layer in seven launches, or in five with skinny GEMMs.
 
     Args:
-        layer: the layer whose weights it uses.
+        layer: has the weights.
         backend: attention.
-        products: how it multiplies by its matrices.
-        store: rotates queries and keys and stores keys and values: called as `rotate_and_store`.
-        qkv_rotate: computes all of that from a stream in one launch, where there is such a kernel.
-        next_norm: the norm that reads the layer's output. The last layer has none and returns hidden states; others may
-            return a stream, which the next one takes.
+        products: multiply by the layer's matrices.
+        store: rotates queries and keys, and stores keys and values; called like `rotate_and_store`.
+        qkv_rotate: does the product and `store` in one launch from a stream, if there is such a kernel.
+        next_norm: the norm that reads the layer's output. None for the last layer, which returns hidden states; other
+            layers may return a stream for the next layer.
         pdl: launch by PDL, where the GPU can.
     """
 
@@ -165,7 +165,7 @@ class FusedLayer(nn.Module):
     ) -> Any:
         attention, mlp, products = self.self_attn, self.mlp, self._products
         norm, slots = self.post_attention_layernorm, metadata.slot_mapping
-        if slots.shape[0] > products.max_tokens:  # so had the layer before: x is a tensor
+        if slots.shape[0] > products.max_tokens:  # the layer before had as many, so x is a tensor
             query = self._queries(x, rotation, layer_cache, slots)
             attended = self.backend.attend(query, *layer_cache, metadata, attention.scale, attention.window)
             x = attention.o_proj(attended.flatten(1), x)
@@ -204,11 +204,11 @@ class FusedLayer(nn.Module):
 
 
 class FewTokens(nn.Module):
-    """Run a fused layer in steps of few tokens, and stage D's layer, on the same weights, in others.
+    """Run a fused layer in steps of few tokens, and stage D's layer with the same weights in others.
 
     Args:
         plain, fused: the two layers.
-        most: tokens of the largest step of the fused one.
+        most: use the fused layer for up to this many tokens.
     """
 
     def __init__(self, plain: DecoderLayer, fused: FusedLayer, most: int) -> None:
@@ -223,7 +223,7 @@ class FewTokens(nn.Module):
 
 
 class FewTokensRotary(nn.Module):
-    """Give each layer of a step what it takes: tables and positions where `FewTokens` runs fused layers, else rows."""
+    """Pass tables and positions if `FewTokens` runs the fused layers in this step, else the rows of the tables."""
 
     def __init__(self, rotary: RotaryEmbedding, most: int) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def fuse_layers(
 
     Args:
         skinny_max_tokens: tokens up to which a layer uses the skinny GEMMs.
-        elementwise: whether steps of more tokens use the kernels between the products; else their layers are stage D's.
+        elementwise: whether steps with more tokens use the element-wise kernels; otherwise they use stage D's layers.
         pdl: launch by PDL, where the GPU can.
     """
     device = model.norm.weight.device
@@ -282,7 +282,7 @@ def replace_layers(
 
 @torch.no_grad()
 def move_norm_weights(model: DecoderModel) -> None:
-    """Multiply the weights of each layer's norms into the columns of the matrices behind them, and set them to 1.
+    """Multiply each norm's weight into the columns of the next matrix, and set the norm's weight to 1.
 
     `rms_norm(x, g) Wᵀ = rms_norm(x, 1) (W diag(g))ᵀ`. In 16 bits, this rounds each weight of the matrix once more, and
     saves the rounding of `x * g`.
@@ -297,7 +297,7 @@ def move_norm_weights(model: DecoderModel) -> None:
 
 
 def _dependent(backend: AttentionBackend, model: DecoderModel, device: torch.device, pdl: bool) -> AttentionBackend:
-    """Return the backend with its decode kernel launched by PDL, if it is our Triton kernels and the GPU can."""
+    """Return the backend with its decode kernel launched by PDL, if it is our Triton backend and the GPU can."""
     if not (isinstance(backend, TritonAttention) and pdl_settings(device, pdl)["PDL"]):
         return backend
     return TritonAttention(device, model.norm.weight.dtype, model.config.head_dim, DEPENDENT)

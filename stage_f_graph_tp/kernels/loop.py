@@ -1,9 +1,9 @@
-"""Fewer launches per layer: the same rows from 9 kernels, from 7 and from 5, because neighbours are joined into one.
+"""Fewer launches per layer: compute the same rows with 9 kernels, 7 and 5, by joining neighbouring kernels.
 
-A decode step's row is tiny, 1 KB in the tutor: a kernel costs its start and end more than its work. From stage D's 13
-to 9, small kernels are joined. `add_norm` is such a join: what one kernel would store and the next load again stays in
-registers. From 9 to 7 the norms vanish: a norm scales each row by one number, a product is linear, so the kernel behind
-the product can scale instead. From 7 to 5 the products are ours, and do the work around them too. The program runs a
+A decode step's row is tiny, 1 KB in the tutor: starting and ending a kernel takes longer than its work. From stage D's
+13 to 9, small kernels are joined. `add_norm` is an example: the sum stays in registers instead of being stored and
+loaded again. From 9 to 7 the norms vanish: a norm scales each row by one number and a product is linear, so the kernel
+after the product can scale instead. From 7 to 5, our own products also do the work around them. The program runs a
 layer of the tutor each way and prints its launches; the rows are stage D's within 1e-4. (On a CPU, Triton interprets.)
 """
 
@@ -22,7 +22,7 @@ from stage_d_paged.loop import BLOCK_SIZE, PagedAttention, Sequence, Step, load
 from stage_d_paged.model import DecoderLayer
 from stage_f_graph_tp.kernels import elementwise, fused_layers, skinny_gemm
 
-launches: list[str] = []  # of the way that runs
+launches: list[str] = []  # of the version that runs
 
 
 def launch(name: str, kernel: Callable, *args: object) -> torch.Tensor:
@@ -33,7 +33,7 @@ def launch(name: str, kernel: Callable, *args: object) -> torch.Tensor:
 @triton.jit
 def add_norm(x, branch, weight, eps, out, SIZE: tl.constexpr):
     column = tl.arange(0, SIZE)
-    at = tl.program_id(0) * SIZE + column  # one program per row, which it keeps in registers from here to the end
+    at = tl.program_id(0) * SIZE + column  # one program per row, which stays in registers to the end
     total = tl.load(x + at) + tl.load(branch + at)
     tl.store(x + at, total)  # the residual stream
     scale = tl.rsqrt(tl.sum(total * total, 0) / SIZE + eps)
@@ -58,7 +58,7 @@ def nine(layer: DecoderLayer, x: torch.Tensor, branch: torch.Tensor, place: tupl
 
 def seven(layer: DecoderLayer, x: torch.Tensor, branch: torch.Tensor, place: tuple) -> torch.Tensor:
     attn, mlp, bias, x = layer.self_attn, layer.mlp, layer.self_attn.qkv_proj.bias, x + branch  # added before
-    raw = elementwise.Rows(x, layer.input_layernorm.eps)  # from these the kernel after a product finds its scale
+    raw = elementwise.Rows(x, layer.input_layernorm.eps)  # the kernel after a product computes its scale from these
     qkv = launch("QKV", F.linear, x, attn.qkv_proj.weight).view(len(x), -1, attn.head_dim)
     query = launch("norm + rotate + store", elementwise.rotate_and_store, qkv, attn.num_heads, *place, None, raw, bias)
     x = launch("output + add", attn.o_proj, launch("attention", attend, query, *place[2]), x)
@@ -85,7 +85,7 @@ def main() -> None:
     last = torch.tensor([BLOCK_SIZE - 1], device=DEVICE)  # this token's position, and its slot in the only block
     sequence.block_table = [0]
     expected = layer(x + branch, rotary(last), cache, Step([(sequence, range(BLOCK_SIZE - 1, BLOCK_SIZE))], last))
-    fused_layers.move_norm_weights(model)  # into the columns of the matrices: what is left of a norm is its scale
+    fused_layers.move_norm_weights(model)  # into the columns of the matrices: only a norm's scale remains
     counts = []
     for way in (nine, seven, five):
         launches.clear()

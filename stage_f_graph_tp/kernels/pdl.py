@@ -1,13 +1,13 @@
-"""Programmatic dependent launch (PDL): start a kernel before the one in front of it has ended (Hopper and later).
+"""Programmatic dependent launch (PDL): start a kernel before the previous one has ended (Hopper and later).
 
 Between two kernels of a stream the chip empties and fills again, which takes about a microsecond. A kernel launched
-with `launch_pdl` may be brought in as soon as every program of the kernel in front has called `start_next` (or has
-ended). It sets itself up, loads what was known before the step, and calls `wait_for_previous` before it touches
-anything that the kernel in front wrote: that call returns when the kernel has ended and its writes can be seen.
+with `launch_pdl` may start as soon as every program of the previous kernel has called `start_next` (or has ended). It
+sets itself up, loads data that was known before the step, and calls `wait_for_previous` before it touches anything that
+the previous kernel wrote. That call returns when the previous kernel has ended and its writes are visible.
 
 Two rules keep a whole chain of such kernels correct: a program waits before it writes anything, and some program of
-every kernel waits. A kernel that has ended then means that all kernels in front of it have ended too, so the next
-one's wait covers them all. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+every kernel waits. Then the end of a kernel implies that all earlier kernels have ended too, so one wait covers them
+all. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
 # `tl.extra.cuda` is there when a kernel is compiled.
@@ -25,7 +25,7 @@ from triton import knobs
 
 @cache
 def pdl_settings(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """Launch settings for a kernel with a constant `PDL`: on where the GPU can (compute capability 9.0 and later)."""
+    """Return launch settings for a kernel with a constant `PDL`: on from compute capability 9.0."""
     if (
         wanted
         and device.type == "cuda"
@@ -38,13 +38,13 @@ def pdl_settings(device: torch.device, wanted: bool = True) -> dict[str, bool]:
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """Let the next kernel of the stream be brought in once all programs have called this."""
+    """Let the next kernel of the stream start once all programs have called this."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the kernel in front has ended and its writes can be seen."""
+    """Wait until the previous kernel has ended and its writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,31 +1,32 @@
-"""The sum over the ranks, inside a kernel: each program pushes its part to the other GPUs, and waits for theirs.
+"""Sum over the ranks inside a kernel: each program writes its part to the other GPUs, and waits for their parts.
 
-A decode step adds up kilobytes, twice per layer, and there only latency counts. Where the GPUs can write one another's
-memory (NVLink or PCIe, one machine), a kernel needs no library for that:
+A decode step sums kilobytes, twice per layer, so only latency counts. If the GPUs can write one another's memory
+(NVLink or PCIe, one machine), a kernel can do this without a library:
 
     rank 0   own part ──► mailbox of rank 1        rank 0's mailbox ──► read until nothing is empty, add ──► sum
                       ╲ ╱
                       ╱ ╲
     rank 1   own part ──► mailbox of rank 0        rank 1's mailbox ──► read until nothing is empty, add ──► sum
 
-There is no flag. An empty place of a mailbox has all bits set, and no part ever has: as a number it is a NaN, and a NaN
-with these bits is sent as another one. So the data is its own flag, 16 or 32 bits at a time, in whatever order it
-arrives: one trip over the link, where a flag, a request for the data and the data would be three.
+There is no flag. An empty entry of a mailbox has all bits set, and a sent number never has: these bits are a NaN, and
+such a NaN is sent with other bits. So each 16 or 32 bits of data act as a flag, in whatever order they arrive. That
+takes one trip over the link; a flag, a request for the data and the data would take three.
 
 Every rank adds in the order of the ranks, so all have the same sum, bit for bit.
 
-Program p has slot p of every mailbox, one place for each rank's part, and counts its own calls. After it has read a
-part, it empties the place. Each slot is there twice, used in turn: a rank can be one call ahead of another but not two,
-because it has to wait for the other's part in the call between. So what it overwrites has been read and emptied, and a
-CUDA graph can be replayed. Calls of any dtypes and lengths may follow each other, as long as all ranks make the same.
+Program p uses slot p of every mailbox, which has an entry for each rank's part, and counts its calls. After it has read
+a part, it empties the entry. Each slot exists twice, and calls use the two in turn. A rank can be one call ahead of
+another but not two, because in between it waits for the other's part. So every entry that it overwrites has been read
+and emptied, and a CUDA graph can be replayed. Calls of any dtypes and lengths may follow each other, as long as all
+ranks make the same calls.
 
-A program sends before it waits, and waits only for the programs of its own number. A GPU starts programs in the order
-of their numbers, so a launch may have more of them than run at once: of the numbers that are not done on all ranks, the
-lowest has started everywhere, or finds room.
+A program sends before it waits, and waits only for programs with the same number. A GPU starts programs in the order of
+their numbers, so a launch may have more programs than can run at once: the lowest number that is not done on all ranks
+has started everywhere, or there is room for it.
 
-A program that waits for a rank that has died would wait forever. So waiting programs read a word in the host's memory
-now and then, and the CPU ends the wait by writing it. A program that has read it leaves a note in the GPU's memory, so
-that those after it do not wait at all.
+A program that waits for a dead rank would wait forever. So waiting programs read a stop word in the host's memory from
+time to time, and the CPU ends the wait by writing it. A program that has read it sets a mark in the GPU's memory, so
+that later programs do not wait at all.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -41,7 +42,7 @@ from torch import Tensor
 
 PROGRAMS = tl.constexpr(1024)  # at most, in a launch
 SLOT = tl.constexpr(8192)  # bytes of a program's part, at most: a skinny GEMM's tile of 64 rows and 32 tokens, float32
-# Times that a waiting program looks into its mailbox before it reads the stop word: about 25 ms. Reading the host's
+# How often a waiting program reads its mailbox before it reads the stop word: about 25 ms. Reading the host's
 # memory takes about a microsecond per warp, one after another: with 0.1 ms, a rank that waited for 512 programs' parts
 # was itself milliseconds late for the next sum, where the other rank waited, and so on through the whole step.
 SPINS = tl.constexpr(2**15)
@@ -49,12 +50,12 @@ ARRIVED, STOPPED = tl.constexpr(-1), tl.constexpr(-2)  # how a wait ends
 
 
 class Peers(NamedTuple):
-    """What a kernel needs for sums over the ranks.
+    """The arguments of a kernel that sums over the ranks.
 
     Attributes:
-        addresses: int64 `[size + 3]`: of every rank's mailbox, bytes `[2, size (who wrote it), PROGRAMS, SLOT]`; of
-            this rank's numbers of calls, int32 `[PROGRAMS]`; of the stop word, int32 in the host's memory; of the note
-            that it has been read, int32 in the GPU's.
+        addresses: int64 `[size + 3]`: every rank's mailbox, bytes `[2, size (the writer), PROGRAMS, SLOT]`; this rank's
+            call counters, int32 `[PROGRAMS]`; the stop word, int32 in host memory; the mark that it has been read,
+            int32 in GPU memory.
         rank, size: this rank, and how many there are.
     """
 
@@ -65,13 +66,13 @@ class Peers(NamedTuple):
 
 @triton.jit
 def _part_of(mailbox, sender: tl.constexpr, place, dtype: tl.constexpr):
-    """Where a rank's part is in a mailbox whose address is that of rank 0's part."""
+    """Return the address of a rank's part in a mailbox; `mailbox` is the address of rank 0's part."""
     return tl.multiple_of((mailbox + sender * (PROGRAMS * SLOT)).to(tl.pointer_type(dtype)), 16) + place
 
 
 @triton.jit
 def _look(places, inside):
-    """Read places of the mailbox, past the caches that do not see what other GPUs write."""
+    """Read entries of the mailbox, bypassing caches that do not see other GPUs' writes."""
     return tl.load(places, mask=inside, other=0, volatile=True)
 
 
@@ -80,10 +81,10 @@ def sum_of_ranks(own, place, inside, program, peers, RANK: tl.constexpr, RANKS: 
     """Add up the ranks' `own`, in float32. A program of a launch calls it once, after `wait_for_previous`.
 
     Args:
-        own: this program's part of this rank's numbers, of 16 or 32 bits; any shape.
-        place: of each number in the slot.
+        own: this program's part of this rank's numbers, 16 or 32 bits each; any shape.
+        place: each number's index in the slot.
         inside: whether there is a number.
-        program: 0 to PROGRAMS - 1, on all ranks the same for the same part.
+        program: 0 to PROGRAMS - 1, the same on all ranks for the same part.
         peers: the addresses of `Peers`.
     """
     number: tl.constexpr = tl.int16 if own.dtype.primitive_bitwidth == 16 else tl.int32

@@ -1,32 +1,31 @@
 """Skinny GEMM: matrix products for few tokens, fused with the kernels before and after them.
 
-For a few dozen tokens, a matrix product costs what reading its weights costs, a few microseconds. Around it run small
-kernels of a microsecond or two, each with the end of one launch and the start of the next on either side. So here each
-product does their work as well:
+For a few dozen tokens, a matrix product takes as long as reading its weights, a few microseconds. The small kernels
+around it take a microsecond or two each, plus the gaps between launches. So here each product also does the work of its
+neighbours:
 
     qkv_rotate       norm of the rows · QKV · norm of the heads (Qwen3) · rotation · store into the blocks
     gate_up_silu     norm of the rows · gate and up · silu(gate) * up
-    product_add      product · sum with the residual · squares for the norm that comes next
+    product_add      product · sum with the residual · squares for the next norm
 
-**The norm comes after the product.** As in `elementwise.py`, the norm's weight is in the matrix, and what is left is a
-scale per row. The kernel that writes the residual stream `x` also sums the squares of what it wrote; the product that
-reads them multiplies at once and scales its finished sums. So no kernel has to see a whole row before it can begin
-(`Stream`).
+**The norm comes after the product.** As in `elementwise.py`, the norm's weight is in the matrix, and a scale per row
+remains. The kernel that writes the residual stream `x` also sums the squares of its values. The next product multiplies
+at once and scales its finished sums. So no kernel has to see a whole row before it can begin (`Stream`).
 
 **Weights are the left operand.** A tile is `[weight rows, tokens]`: its many rows are weights and its few columns are
 tokens, because the tensor cores' tiles are at least 16 high (64 for Hopper's largest) and at least 8 wide.
 
 **Pairs are computed together.** Rotation mixes columns i and i + head_dim/2 of a head, SwiGLU mixes gate i and up i. A
-program computes both, so that what follows is element-wise.
+program computes both columns of a pair, so the rest is element-wise.
 
 **Split-K.** A weight with few rows and many columns (`down`) has fewer tiles than there are multiprocessors, so the
-columns are split as well. An arrival counter says which program of a tile finishes last; that one adds the parts up,
-always in the same order, so that the sum is the same in every run.
+columns are split as well. An arrival counter shows which program of a tile finishes last. That program adds the parts
+up, always in the same order, so the sum is the same in every run.
 
-**Programmatic dependent launch** (`pdl.py`). A product's programs are in place, and know their positions, slots and
-rotations, when the kernel in front of it ends.
+**Programmatic dependent launch** (`pdl.py`). When the previous kernel ends, a product's programs have already started
+and have loaded their positions, slots and rotations.
 
-With more tokens the library's large tiles win; `skinny_limit` is where that was measured.
+With more tokens the library's large tiles are faster; `skinny_limit` returns the measured limit.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -51,11 +50,11 @@ from stage_f_graph_tp.kernels.skinny_gemm_kernels import (
 )
 
 _COLUMNS = 128  # of 16-bit weights, loaded together
-_LARGE_HIDDEN = 3584  # the smallest hidden size that other tiles were measured faster for
+_LARGE_HIDDEN = 3584  # from this hidden size on, other tiles were measured faster
 
 
 class Stream(NamedTuple):
-    """The residual stream and the sums that the norm which reads it next needs."""
+    """The residual stream and the sums of squares for its next norm."""
 
     x: Tensor  # [tokens, hidden]
     squares: Tensor  # float32 [parts, tokens]: sums of x², over parts of the row
@@ -63,13 +62,13 @@ class Stream(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut into programs.
+    """The division of a product into programs.
 
     Attributes:
-        rows: weight rows in a program's tile, or pairs of rows where they come in pairs.
+        rows: weight rows in a program's tile; pairs of rows if the kernel works on pairs.
         splits: split-K, the number of parts that the weight's columns are cut into.
         stages: loads in flight, shared memory permitting.
-        tokens: in a program's tile, at most.
+        tokens: tokens in a program's tile, at most.
     """
 
     rows: int
@@ -78,14 +77,14 @@ class Tiles:
     tokens: int = 64
 
     def block(self, tokens: int) -> int:
-        """Tokens of a tile, of this many in all: a power of two that tensor cores take."""
+        """Return the tokens per tile for `tokens` in all: a power of two that tensor cores accept."""
         return max(16, min(self.tokens, _power_of_2(tokens)))
 
 
 def skinny_limit(hidden: int, ranks: int = 1) -> int:
-    """Return up to how many tokens these kernels were measured faster than the library's products with kernels between.
+    """Return the largest number of tokens for which these kernels were measured faster than the library's products.
 
-    Several ranks end where the mailboxes do: 64 rows and 32 tokens are the largest tile that they sum in the kernel.
+    With several ranks the mailboxes set the limit: 64 rows and 32 tokens are the largest tile summed in the kernel.
     """
     if hidden >= _LARGE_HIDDEN or ranks > 1:
         return 32
@@ -135,8 +134,8 @@ def qkv_rotate(
         positions: int64 `[tokens]`.
         layer_cache: keys and values, each `[blocks, block_size, kv_heads, head_dim]`.
         slot_mapping: int64 `[tokens]`; -1 stores nothing.
-        head_norm: weight `[heads + kv_heads, head_dim]` and epsilon of the heads' RMSNorm; a program then takes whole
-            heads.
+        head_norm: weight `[heads + kv_heads, head_dim]` and epsilon of the heads' RMSNorm; a program then computes
+            whole heads.
         tiles: how to cut the product; None is what was measured fastest.
         pdl: launch by PDL, where the GPU can.
 
@@ -232,17 +231,17 @@ def product_add(
     peers: Peers | None = None,
     pdl: bool = True,
 ) -> Stream:
-    """Compute `residual + x Wᵀ`, written over `residual`, and the squares that its norm needs.
+    """Compute `residual + x Wᵀ`, written over `residual`, and the squares for its norm.
 
     Args:
         x, weight, residual: `[tokens, in_features]`, `[out_features, in_features]`, `[tokens, out_features]`.
-        arrival_counters: int32 zeros, one per tile; left as zeros. Calls that share them must follow one another.
+        arrival_counters: int32 zeros, one per tile; zeros again afterwards. Calls that share them must not overlap.
         tiles: how to cut the product; None is what was measured fastest.
         pdl: launch by PDL, where the GPU can.
-        peers: the ranks whose products are added up, in float32, if each has some of the columns.
+        peers: the ranks whose products are summed, in float32, if each rank has some of the columns.
 
     Raises:
-        ValueError: more tiles than arrival counters, or more or larger ones than a mailbox has room for.
+        ValueError: more tiles than arrival counters, or more or larger tiles than fit into a mailbox.
     """
     tokens, in_features = x.shape
     out_features = weight.shape[0]
@@ -292,15 +291,16 @@ def choose_tiles(
 ) -> Tiles:
     """Choose the tiles that were measured fastest on an H200.
 
-    Small models: the smallest tile whose programs all run at once, one per multiprocessor. Above 16 tokens, that is one
-    of 64 weight rows (or 32 pairs) at least, what Hopper's tensor cores multiply in one instruction, straight from
-    shared memory; only a product that is not split has smaller ones up to 32 tokens. Large models: 64 weight rows.
-    Two splits of 3,584 or 4,096 rows fill the chip. A program with memory for fewer loads leaves room for others: of
-    its own product, so that one multiplies while another waits, or of the next one, which is in place earlier.
+    Small models: the smallest tile whose programs all run at once, one per multiprocessor. Above 16 tokens a tile has
+        at least 64 weight rows (or 32 pairs), which Hopper's tensor cores multiply in one instruction straight from
+        shared memory; only a product without split-K has smaller tiles up to 32 tokens. Large models: 64 weight rows.
+    Two splits of 3,584 or 4,096 rows fill the chip. A program with fewer loads in flight needs less memory and leaves
+    room for other programs: of the same product, so that one multiplies while another waits, or of the next product,
+    which can start earlier.
 
     Args:
-        rows: of the weight, or pairs of rows.
-        heights: rows of a tile, if they are not to be chosen.
+        rows: weight rows, or pairs of rows.
+        heights: rows of a tile, to fix them.
         splits: whether the product can split the columns (`product_add`).
     """
     sm_count = _chip(device)[0]
@@ -312,7 +312,7 @@ def choose_tiles(
             return Tiles(32, stages=3)  # three run together
         return Tiles(32, stages=4 if programs == 4 else 8)  # two, or one
     parts = min(8, _power_of_2(ceil_div(columns, rows))) if splits else 1
-    fewer = parts  # splits that still leave each program enough columns
+    fewer = parts  # splits that leave each program enough columns
     if tokens > 16:
         fewer = max(1, parts // 2)
         heights = heights or ((32, 64) if not splits else (64,) if parts > 1 or tokens > 32 else ())
@@ -329,7 +329,7 @@ def choose_tiles(
 def _settings(
     block_m: int, dtype: torch.dtype, device: torch.device, height: int, size: int, stages: int, pdl: bool
 ) -> dict[str, Any]:
-    """Launch settings of all kernels, for tiles of `height` weight rows and `block_m` tokens, over `size` columns."""
+    """Return launch settings for tiles of `height` weight rows and `block_m` tokens, over `size` columns."""
     columns = _COLUMNS * 2 // dtype.itemsize
     stage_bytes = (height + block_m) * columns * dtype.itemsize
     return {
@@ -342,7 +342,7 @@ def _settings(
 
 
 def _power_of_2(number: int) -> int:
-    """Return the power of two from `number` up. Triton has this and `cdiv` too; called from Python they take longer."""
+    """Round up to a power of two. Triton has this and `cdiv` too, but they are slower when called from Python."""
     return 1 << (number - 1).bit_length()
 
 
@@ -353,7 +353,7 @@ def ceil_div(number: int, by: int) -> int:
 
 @cache
 def _chip(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and the bytes of shared memory that a program can fill with loads."""
+    """Return the number of multiprocessors, and the bytes of shared memory that a program can fill with loads."""
     if device.type != "cuda":  # Triton's interpreter
         return 1, 0
     properties = torch.cuda.get_device_properties(device)

@@ -1,8 +1,7 @@
-"""The Triton kernels of `skinny_gemm.py`, which says what they compute and why they are cut like this.
+"""The Triton kernels of `skinny_gemm.py`, which explains what they compute and how they are divided.
 
-All sums are float32, rounded once at the end. A kernel issues the loads that it needs at its end at its beginning,
-because each of them takes as long as a part of the product; those of what was known before the step it issues before
-`wait_for_previous` (`pdl.py`).
+All sums are float32, rounded once at the end. A kernel issues the loads for its end at its beginning, because each load
+takes as long as a part of the product. Loads of data known before the step come before `wait_for_previous` (`pdl.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from stage_f_graph_tp.kernels.rank_sum import sum_of_ranks
 
 @triton.jit
 def _weight_tile(weight, row, row_inside, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
-    """Load `weight[row, column]`, of `SIZE` columns; without masks where the tiles divide the matrix."""
+    """Load `weight[row, column]`, with `SIZE` columns; without masks if the tiles divide the matrix."""
     address = weight + row[:, None] * SIZE + column[None, :]
     if EVEN:
         return tl.load(address)
@@ -34,7 +33,7 @@ def token_tile(x, x_stride, token, token_inside, column, SIZE: tl.constexpr, EVE
 
 @triton.jit
 def load_squares(squares, parts, tokens, token, token_inside, PARTS: tl.constexpr):
-    """Load the sums of squares of each token, `[PARTS, BLOCK_M]`: in flight while the product is made."""
+    """Load the sums of squares of each token, `[PARTS, BLOCK_M]`; the load overlaps with the product."""
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & token_inside[None, :]
     return tl.load(squares + part[:, None] * tokens + token[None, :], mask=inside, other=0.0)
@@ -65,7 +64,7 @@ def _paired_products(
 ):
     """Multiply weight rows `first + i` and `first + i + distance`, `i < BLOCK_N`, by the tokens.
 
-    It is one product of twice the height; its halves, each [BLOCK_N, BLOCK_M], are separated in registers.
+    It is one product of twice the height. Its halves, each [BLOCK_N, BLOCK_M], are separated in registers.
     """
     index = tl.arange(0, 2 * BLOCK_N)
     row = first + index % BLOCK_N + index // BLOCK_N * distance
@@ -263,7 +262,7 @@ def product_add_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply by BLOCK_N weight rows, of which each split takes some columns; add the residual; sum the squares."""
+    """Multiply by BLOCK_N weight rows, some columns per split; add the residual; sum the squares."""
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -299,7 +298,7 @@ def product_add_kernel(
         if RANKS > 1:
             place = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
             acc = sum_of_ranks(acc, place, inside, tile, peers, RANK, RANKS)
-        total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm is of what is stored
+        total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm uses the stored values
         tl.store(target, total, mask=inside)
         total = total.to(tl.float32)
         tl.store(squares + tl.program_id(0) * tokens + token, tl.sum(total * total, 0), mask=token_inside)

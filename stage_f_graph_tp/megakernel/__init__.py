@@ -1,4 +1,4 @@
-"""The persistent megakernel, one launch per decode step. `choose_decode_step` is the way in for the rest of stage F."""
+"""The persistent megakernel, one launch per decode step. The rest of stage F calls only `choose_decode_step`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Megakernel", "choose_decode_step", "most_rows"]
 
 
 def most_rows(config: ModelConfig) -> int:
-    """Return up to how many requests the kernel was measured to be faster than the layers in a graph.
+    """Return the largest number of requests for which the kernel was measured faster than the layers in a graph.
 
-    With many KV heads, the attention of five requests or more is more work items than there are multiprocessors.
+    With many KV heads, the attention of five or more requests has more work items than there are multiprocessors.
     """
     return MAX_ROWS if config.num_kv_heads <= 4 else 4
 
 
 def choose_decode_step(runtime: Runtime) -> Megakernel | None:
-    """Return the megakernel for this model and GPU, compiled if need be; or say why it is not used, and return None."""
+    """Return the megakernel for this model and GPU, compiling it if needed; or print why it is not used: None."""
     capability = torch.cuda.get_device_capability(runtime.device)
     reason = why_unsupported(runtime.config, runtime.dtype, runtime.block_size, capability)
     if not reason:

@@ -1,11 +1,11 @@
 """The Python side of the persistent megakernel: from a stage D model to the arguments of one launch.
 
 The kernel is in `csrc/stage_f/`, in two libraries. The operator `torch.ops.six_engines.decode_step` checks its tensors
-and is the same for all models. It calls the kernel, which is compiled for the shape of one model: with every size a
-constant, its loops are straight lines. Two models in one process have a library each.
+and is the same for all models. It calls the kernel, which is compiled for the shape of one model: every size is a
+constant, so the compiler unrolls the loops. Two models in one process have two kernel libraries.
 
-Here the arguments are gathered from a stage D model: the addresses of the weights in one table, rotary tables in
-float32, and the workspace through which the multiprocessors hand each other activations.
+This module gathers the arguments from a stage D model: the addresses of the weights in one table, rotary tables in
+    float32, and the workspace through which the multiprocessors pass activations to each other.
 
 Everything that changes between steps is read from device memory, so a CUDA graph captured once serves every step.
 """
@@ -25,17 +25,17 @@ from stage_d_paged.model import DecoderLayer, DecoderModel
 
 MAX_ROWS = 8  # kMaxDecodeRows in csrc/stage_f/decode_step.h: two sets of four, one matrix instruction for each set
 SMALL_SHARED_MEMORY = (12, 0)  # from this compute capability on a block has 99 KB; the kernel needs 227 (kSharedBytes)
-# Larger models wait for memory more than for hand-offs between blocks, and run faster kernel by kernel.
+# Larger models spend more time on memory than on hand-offs between blocks, and run faster kernel by kernel.
 MAX_HIDDEN, MAX_INTERMEDIATE = 2048, 16384
 MAX_BLOCKS = 160  # kMaxBlocks in csrc/stage_f/decode_step.h
 
 
 @functools.cache
 def load_operator() -> None:
-    """Load `torch.ops.six_engines.decode_step`, building it if need be; where it cannot run, build nothing.
+    """Load `torch.ops.six_engines.decode_step`, building it if needed.
 
     Raises:
-        ExtensionError: it cannot be built here, or not with CUDA.
+        ExtensionError: it cannot be built here, or not with CUDA; then nothing is built.
     """
     plan("megakernel").require_cuda()
     load_extension("megakernel")
@@ -46,13 +46,13 @@ def load_operator() -> None:
 
 
 def load_kernel(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, *, trace: bool = False) -> ctypes.CDLL:
-    """Load the library with the kernel for this shape; compile it first, once per machine, in some tens of seconds.
+    """Load the library with the kernel for this shape. Compiling it, once per machine, takes some tens of seconds.
 
     Args:
         config: the model's sizes.
         dtype: of weights and KV cache, float16 or bfloat16.
-        multiprocessors: of the GPU; one block for each.
-        trace: a kernel that can write down its clocks, for measurements.
+        multiprocessors: of the GPU; the kernel runs one block on each.
+        trace: compile the kernel with clock recording, for measurements.
 
     Raises:
         ExtensionError: it cannot be built here.
@@ -64,7 +64,7 @@ def load_kernel(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, *
 
 
 def shape_macros(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, trace: bool = False) -> tuple[str, ...]:
-    """Return the macros that `csrc/stage_f/shape.cuh` takes the kernel's sizes from; arguments as of `load_kernel`."""
+    """Return the macros with the kernel's sizes for `csrc/stage_f/shape.cuh`; arguments as of `load_kernel`."""
     sizes = {
         "LAYERS": config.num_layers,
         "HIDDEN": config.hidden_size,
@@ -80,9 +80,9 @@ def shape_macros(config: ModelConfig, dtype: torch.dtype, multiprocessors: int, 
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype, block_size: int, capability: tuple[int, int]) -> str:
-    """Say why the kernel cannot run, or should not run, this model's steps on a GPU of this compute capability.
+    """Say why the kernel cannot, or should not, run this model on a GPU of this compute capability.
 
-    Returns "" if nothing is in its way. Compiles nothing.
+    Returns "" if it can. Compiles nothing.
     """
     lowest, given = LOWEST_CAPABILITY["megakernel"], f"{capability[0]}.{capability[1]}"
     if capability < lowest:
@@ -110,19 +110,19 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype, block_size: int, ca
 
 
 class Megakernel:
-    """One decode step of a stage D model in one launch, for 1 to 8 requests.
+    """Runs a decode step of a stage D model in one launch, for 1 to 8 requests.
 
-    Holds references to the model's weights (their addresses are in a table on the device), not copies. After a weight
-    tensor is replaced by another (overwriting its values is fine), make a new `Megakernel`.
+    Holds references to the model's weights (their addresses are in a table on the device), not copies. Make a new
+    `Megakernel` if a weight tensor is replaced; overwriting its values is fine.
 
     Args:
         model: on a CUDA device, loaded, not sharded.
-        trace: for measurements: a kernel whose `step` can write down its clocks.
+        trace: for measurements: `step` can record clocks.
 
     Attributes:
-        flags: what a measurement or a test leaves out (bits in csrc/stage_f/decode_step.h); 0 for correct results.
-        timeout_ms: a wait longer than this ends in an error instead of a hang.
-        max_steps: launches after which the workspace is made as new.
+        flags: parts that a measurement or test leaves out (bits in csrc/stage_f/decode_step.h); 0 for correct results.
+        timeout_ms: a longer wait ends in an error instead of a hang.
+        max_steps: launches after which the workspace is reset.
 
     Raises:
         ExtensionError: the kernel cannot be built here.
@@ -145,30 +145,31 @@ class Megakernel:
         self._library = load_kernel(config, weight.dtype, multiprocessors, trace=trace)
         size = self._library.decode_workspace_bytes()
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=weight.device)
-        # A step counts its flags up by layers + 2, in 32 bits. They must not come to 0 again: it means "no value yet".
+        # A step counts its flags up by layers + 2, in 32 bits. They must not wrap around to 0, which means "no value
+        # yet".
         self.max_steps = self._steps_left = 2**31 // (config.num_layers + 2)
-        # What is the same in every step is looked up once: the GPU may be waiting for the next launch.
+        # Everything that is the same in every step is looked up once: the GPU may be waiting for the next launch.
         self._launch = torch.ops.six_engines.decode_step.default
         self._weights = (self.layer_table, weight, model.norm.weight, model.lm_head.weight, self.cos, self.sin)
         self._sizes = (config.num_heads, config.intermediate_size, config.rms_norm_eps)
         self._kernel = ctypes.cast(self._library.launch_decode_step, ctypes.c_void_p).value  # its address
 
     def make_logits(self, rows: int) -> Tensor:
-        """Make a buffer for `step`: `[rows, vocab]` float32, not initialised."""
+        """Allocate logits for `step`: `[rows, vocab]` float32, not initialised."""
         return torch.empty(rows, self.config.vocab_size, dtype=torch.float32, device=self.workspace.device)
 
     def make_result(self, rows: int) -> Tensor:
-        """Make a buffer for `step`: int64 `[rows + 1]` in pinned host memory, which the kernel writes over the bus."""
+        """Allocate a result for `step`: int64 `[rows + 1]` in pinned host memory, written over the bus."""
         return torch.zeros(rows + 1, dtype=torch.int64, pin_memory=self.workspace.is_cuda)
 
     def step(
         self,
-        last_tokens: Tensor,  # int64 [batch slots]: this step's tokens, and after it those that it has sampled
-        batch_slots: Tensor,  # int64 [rows]: where each row's token is
+        last_tokens: Tensor,  # int64 [batch slots]: this step's tokens; afterwards its sampled tokens
+        batch_slots: Tensor,  # int64 [rows]: each row's index in `last_tokens`
         positions: Tensor,  # int64 [rows]
-        slot_mapping: Tensor,  # int64 [rows]; -1: a padding row, for which no KV is read or written
+        slot_mapping: Tensor,  # int64 [rows]; -1: a padding row, which reads and writes no KV
         block_tables: Tensor,  # int32 [rows, max_blocks]
-        context_lens: Tensor,  # int32 [rows], this step's token included
+        context_lens: Tensor,  # int32 [rows], including this step's token
         temperatures: Tensor,  # float32 [rows], 0: greedy
         noise_keys: Tensor,  # int32 [rows], the bits of `noise_key(seed, step)`
         kv_cache: Tensor,  # [2, layers, blocks, block_size, kv_heads, head_dim]: `KVCache.tensor`
@@ -178,11 +179,11 @@ class Megakernel:
     ) -> None:
         """Enqueue one step on the current stream; can be captured in a CUDA graph.
 
-        Each row's token, greedy or at a plain temperature, goes to `last_tokens` and to `result`, whose last number is
+        Each row's token, greedy or temperature-only, is written to `last_tokens` and to `result`, whose last number is
         `failure`. Steps of one `Megakernel` must not run at the same time on two streams: they share the workspace.
 
         Raises:
-            ValueError, TypeError: a shape or dtype that does not fit, or a shape that the kernel does not have.
+            ValueError, TypeError: a shape or dtype does not fit, or the kernel is not compiled for the shape.
         """
         if self._steps_left == 0:
             self.reset()
@@ -211,20 +212,20 @@ class Megakernel:
 
     @property
     def failure(self) -> Tensor:
-        """int32 `[1]` on the device: 0, or 1 + 16 × layer + phase of the first wait that was given up since `reset`."""
+        """int32 `[1]` on the device: 0, or 1 + 16 × layer + phase of the first wait that timed out since `reset`."""
         return self.workspace[4:8].view(torch.int32)
 
     def check(self, failure: Tensor | None = None) -> None:
-        """Raise an error if a step gave up a wait; its results are invalid.
+        """Raise an error if a wait of a step timed out; its results are invalid.
 
-        The steps behind it are invalid too, because they began with its tokens. So this waits until the device has
-        ended them, and then makes the workspace as new for the next step.
+        Later steps are invalid too, because they began with its tokens. So this waits until the device has ended them,
+        and then resets the workspace for the next step.
 
         Args:
-            failure: the last number of the step's `result`; without it, this waits for the device and asks there.
+            failure: the last number of the step's `result`; without it, this waits for the device and reads it there.
 
         Raises:
-            RuntimeError: some step since the last `reset` gave up a wait.
+            RuntimeError: a wait has timed out since the last `reset`.
         """
         place = int(self.failure if failure is None else failure)
         if place:
@@ -239,12 +240,12 @@ class Megakernel:
             )
 
     def reset(self) -> None:
-        """Make the workspace as new: after a launch that gave up, or was killed half-way."""
+        """Reset the workspace after a launch that timed out or was killed."""
         self.workspace.zero_()
 
 
 def _pointers(layer: DecoderLayer, num_heads: int) -> list[int]:
-    """Addresses of a layer's weights, in the order of `LayerWeights` in decode_step.h; 0 where there is none."""
+    """Return the addresses of a layer's weights, in the order of `LayerWeights` in decode_step.h; 0 if missing."""
     attention, mlp = layer.self_attn, layer.mlp
     norms: list[Tensor | None] = [None, None]
     if attention.qk_norm is not None:

@@ -1,11 +1,12 @@
-"""Blocks that wait for values, not for each other: the smallest persistent kernel, `csrc/stage_f/mini.cu`, three times.
+"""The smallest persistent kernel, `csrc/stage_f/mini.cu`, in three versions: blocks wait for values, not for blocks.
 
-It computes the MLPs of all layers in one launch. A layer is two products, and each needs what all blocks have made in
-the one before. Version 1 has a barrier over the grid before each product. In versions 2 and 3 every value travels with
-a flag instead, and version 3 loads weights while it waits.
+It computes the MLPs of all layers in one launch. A layer is two products, and each needs the results of all blocks from
+the product before. Version 1 has a grid barrier before each product. In versions 2 and 3 every value travels with a
+flag instead, and version 3 loads weights while it waits.
 
 `python -m stage_f_graph_tp.megakernel.mini` compiles and runs the versions on the emulator (`csrc/emulator`), and with
-nvcc and a GPU of compute capability 9.0 there too, with the time per layer. Each compares its row with plain C++.
+nvcc on a GPU of compute capability 9.0, where it also prints the time per layer. Each version compares its row with
+plain C++.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ SOURCE = CSRC / "stage_f" / "mini.cu"
 
 
 def emulator() -> list[str]:
-    """Return the C++ compiler, with the emulator's headers before the CUDA toolkit's and this course's."""
+    """Return the C++ compiler command, with the emulator's headers before those of the CUDA toolkit and this course."""
     flags = ["-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{CSRC / 'emulator'}", "-x", "c++"]
     return [os.environ.get("CXX") or "c++", *flags]
 
 
 def nvcc(architectures: tuple[str, ...]) -> list[str]:
-    """Return the CUDA compiler, for these compute capabilities."""
+    """Return the CUDA compiler command for these compute capabilities."""
     from torch.utils.cpp_extension import CUDA_HOME  # slow to import
 
     return [str(Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc")), "-std=c++17", "-O3", *gencode(architectures)]
 
 
 def build(version: int, compiler: list[str], source: Path = SOURCE) -> Path:
-    """Compile a version of the source, once; returns the program."""
+    """Compile a version of the source, once; returns the program's path."""
     command = [*compiler, f"-DVERSION={version}", f"-I{CSRC}", str(source), "-o"]
     digest = hashlib.sha256(repr(command).encode())
     for path in [source, *sorted(CSRC.rglob("*.*"))]:
@@ -54,17 +55,17 @@ def build(version: int, compiler: list[str], source: Path = SOURCE) -> Path:
 
 
 def run(version: int, compiler: list[str]) -> str:
-    """Run a version, and return what it says of itself; it fails where its row is not that of plain C++."""
+    """Run a version and return its output; raises if its row differs from plain C++'s."""
     return subprocess.run([build(version, compiler)], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def barriers_of_version_1() -> int:
-    """Barriers of the grid per layer where blocks wait for each other."""
+    """Return the grid barriers per layer if blocks wait for each other."""
     return _barriers(1)
 
 
 def barriers_of_version_3() -> int:
-    """Barriers of the grid per layer where blocks wait for values."""
+    """Return the grid barriers per layer if blocks wait for values."""
     return _barriers(3)
 
 

@@ -1,7 +1,6 @@
-"""Tensor parallelism: one engine on several GPUs. `start_ranks` is the way in for the rest of stage F.
+"""Tensor parallelism: one engine on several GPUs. The rest of stage F calls `start_ranks`.
 
-What a rank does with a command is the caller's business: it passes a function. Nothing in here imports the rest of
-stage F.
+The caller passes a function that executes commands on a rank. Nothing in this package imports the rest of stage F.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ def start_ranks(size: int, asked: str, device: torch.device, build: Build) -> tu
 
     Args:
         size: the number of ranks.
-        asked: the options that ask for them, as an error names them.
-        device: where they compute.
-        build: a function of a module. A rank other than 0 calls it with its rendezvous and rank 0's first message. What
-            it returns is called with every further message.
+        asked: the options that set the number of ranks, for error messages.
+        device: the kind of device.
+        build: a module-level function. Every rank but rank 0 calls it with its rendezvous and rank 0's first message,
+            and calls the returned function with every further message.
 
     Raises:
-        ValueError: there are not that many GPUs, or torchrun has started other processes already.
+        ValueError: there are too few GPUs, or torchrun has already started other processes.
     """
     if started_by_torchrun():
         raise ValueError(f"{asked} under torchrun: use `from beyond import LLM`, or start one process without torchrun")

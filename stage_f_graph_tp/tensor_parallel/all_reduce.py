@@ -1,14 +1,14 @@
-"""One-shot all-reduce: a step's tensors, added up by one kernel that writes the other GPUs' memory.
+"""One-shot all-reduce: one kernel sums a step's tensors by writing to the other GPUs' memory.
 
-A library's all-reduce is made for megabytes, and costs tens of microseconds however little there is to add up. Where
-the GPUs can write one another's memory, one kernel of ours does it (`kernels/rank_sum.py` says how). The same sum is
-inside the skinny GEMM of a row-parallel linear, for a few tokens (`product_add`).
+A library's all-reduce is made for megabytes, and takes tens of microseconds for any tensor, however small. If the GPUs
+can write one another's memory, one of our kernels does it (`kernels/rank_sum.py` explains how). For a few tokens, the
+skinny GEMM of a row-parallel linear contains the same sum (`product_add`).
 
-Every rank sends all it has to every other one. That is the least that two ranks can send, however long the tensor is.
-More than two would send less if each of them added up a part for all, as the library's ranks do.
+Every rank sends its whole tensor to every other rank. Two ranks cannot send less, whatever the size. More than two
+ranks send less if each sums a part for all of them, as the library does.
 
-`stop` ends the wait for a rank that has died. The CPU writes a word of pinned memory without calling the driver, so it
-can do so from any thread, also while another thread is blocked in a launch.
+`stop` ends the wait for a dead rank. The CPU writes a word of pinned memory without calling the driver, so any thread
+can do it, even while another thread is blocked in a launch.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -29,22 +29,22 @@ from torch import Tensor
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
 from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT, Peers, sum_of_ranks
 
-SLICE = 4096  # bytes of a tensor that a program adds up, where PROGRAMS of them are enough; else SLOT
-CAPACITY = PROGRAMS.value * SLOT.value  # bytes that a launch adds up
+SLICE = 4096  # bytes that a program sums if PROGRAMS such slices are enough; otherwise SLOT
+CAPACITY = PROGRAMS.value * SLOT.value  # bytes that a launch can sum
 DTYPES = torch.float16, torch.bfloat16, torch.float32
-TEST_SECONDS = 30.0  # for one sum of the test at the start: another rank may have to compile the kernel first
+TEST_SECONDS = 30.0  # for one sum of the start-up test: another rank may have to compile the kernel first
 
 
 @triton.jit
 def _all_reduce_kernel(
     x,  # [count]
-    out,  # [count]: where the sum goes
+    out,  # [count]: receives the sum
     peers,
     count,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,  # elements in a slice
-    ONTO: tl.constexpr,  # add the sum to what is in out
+    ONTO: tl.constexpr,  # add the sum to the contents of out
     PDL: tl.constexpr,
 ):
     place = tl.arange(0, BLOCK)
@@ -64,24 +64,23 @@ def _all_reduce_kernel(
 class OneShotAllReduce:
     """The all-reduce of the GPUs of one machine, over mailboxes that each of them can write.
 
-    Every rank creates one, then calls `open`; without that it cannot be used. `peers` is what another kernel needs to
-    add up by itself.
+    Every rank creates one, then must call `open`. `peers` lets another kernel sum over the ranks itself.
 
     Args:
         rank, size, device: this rank, the number of ranks, this rank's GPU.
-        pdl: whether its kernel is launched by PDL, where the GPU can.
+        pdl: launch the kernel by PDL, if the GPU can.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, pdl: bool = True) -> None:
         self.rank, self.size, self.device, self._pdl = rank, size, device, pdl
-        # An empty place has all bits set.
+        # An empty entry has all bits set.
         shape = 2, size, PROGRAMS.value, SLOT.value
         self._mailbox = torch.full(shape, 255, dtype=torch.uint8, device=device)
         self._calls = torch.zeros(PROGRAMS.value, dtype=torch.int32, device=device)
         self._stop = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._stop_word = self._stop.numpy()
         self._note = torch.zeros(1, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)  # the mailbox is empty before another rank writes
+        torch.cuda.synchronize(device)  # the mailbox must be empty before another rank writes
 
     def open(self, gather: Callable[[str, str], list[str]]) -> str | None:
         """Map the other ranks' memory and test the sums.
@@ -109,7 +108,7 @@ class OneShotAllReduce:
         return reason or _first_reason(gather("tested", self._test())) or None
 
     def _share(self) -> list:
-        """PyTorch's handle of this rank's memory as JSON can write it: the handle's fields, bytes as hex digits."""
+        """Return PyTorch's handle of this rank's memory for JSON: the handle's fields, bytes as hex digits."""
         handle = self._mailbox.untyped_storage()._share_cuda_()
         return [field.hex() if isinstance(field, bytes) else field for field in handle]
 
@@ -120,7 +119,7 @@ class OneShotAllReduce:
                 starts.append(self._mailbox.data_ptr())
                 continue
             _, *fields = (bytes.fromhex(field) if isinstance(field, str) else field for field in handle)
-            storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *fields)  # wherever the memory is
+            storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *fields)  # on any device
             self._mapped.append(storage)
             starts.append(storage.data_ptr())
         own = [tensor.data_ptr() for tensor in (self._calls, self._stop, self._note)]
@@ -128,7 +127,7 @@ class OneShotAllReduce:
         self.peers = Peers(addresses, self.rank, self.size)
 
     def _test(self) -> str:
-        """Add up numbers whose sums are known, of two dtypes and twice. Returns what went wrong, or ""."""
+        """Sum known numbers, of two dtypes and twice. Returns the error, or ""."""
         for dtype in (torch.bfloat16, torch.float32):
             for count in (16, CAPACITY // dtype.itemsize) * 2:
                 ones = torch.arange(count, device=self.device, dtype=torch.int32) % 8
@@ -141,7 +140,7 @@ class OneShotAllReduce:
         return ""
 
     def _finishes(self) -> bool:
-        """Wait for the GPU. False if it took too long; then its kernels have been told to stop."""
+        """Wait for the GPU. Returns False if it took too long; its kernels have then been stopped."""
         done = torch.cuda.Event()
         done.record()
         deadline = time.monotonic() + TEST_SECONDS
@@ -153,7 +152,7 @@ class OneShotAllReduce:
         return True
 
     def supports(self, x: Tensor) -> bool:
-        """Whether `x` is of numbers that float32 can add up, one next to the other."""
+        """Whether `x` is contiguous and has a dtype that float32 can sum."""
         return x.dtype in DTYPES and x.is_contiguous()
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -177,10 +176,10 @@ class OneShotAllReduce:
         return out
 
     def stop(self) -> None:
-        """End kernels that wait, and those after them; sums are invalid from now on. Any thread may call it."""
+        """End waiting kernels and all later ones; sums are invalid from now on. Any thread may call it."""
         self._stop_word[0] = 1
 
 
 def _first_reason(reasons: list[str]) -> str:
-    """Return the first that is not empty. All ranks see the same list, so all get the same."""
+    """Return the first reason that is not empty. All ranks see the same list, so all get the same reason."""
     return next(filter(None, reasons), "")

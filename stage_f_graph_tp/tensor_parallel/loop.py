@@ -1,14 +1,15 @@
-"""Tensor parallelism: two processes hold half of every matrix each, and add up their results twice per layer.
+"""Tensor parallelism: each of two processes holds half of every matrix, and they add up results twice per layer.
 
 A decode step takes as long as reading the weights: two GPUs that read one half each could take half as long, if they
 rarely wait for each other. With half of the rows of W, a process computes half of y = W x, from all of x. With half of
-the columns it needs half of x, and has a part of every number: y = W₀ x₀ + W₁ x₁. So cut the first of two matrices by
-rows and the second by columns: half of a result is just what the second one needs, and only its parts are added up.
+the columns it needs half of x, and gets a part of every number: y = W₀ x₀ + W₁ x₁. So cut the first of two matrices by
+rows and the second by columns: the second matrix needs exactly the half that the process has, and only the results of
+the second are added up.
 
     process 0   x ─► QKV, half the heads ─► attention ─► output ─┐
     process 1   x ─► QKV, the others ─────► attention ─► output ─┴─ sum ─► x ─► gate-up ─► SwiGLU ─► down … sum ─► x
 
-A process has the keys and values of its own heads only. This program prints the bytes of weights per process; the
+A process has the keys and values of its half of the heads. This program prints the bytes of weights per process; the
 answers are those of stage D's loop. (The embedding, which is the LM head, too, is whole in both.)
 """
 
@@ -30,7 +31,7 @@ Result = tuple[list[list[int]], int, float]  # the answers, bytes of weights in 
 
 
 class SummedLinear(nn.Module):  # `residual + W x`: half of W's columns and half of x are here
-    num_sums = 0  # of all of these layers
+    num_sums = 0  # over all of these layers
 
     def __init__(self, linear: nn.Module, rank: int) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class SummedLinear(nn.Module):  # `residual + W x`: half of W's columns and half
 
 
 def keep_rows(linear: nn.Module, rank: int) -> None:
-    """Keep half of each of the matrices that are packed in this one: of Q, K and V, or of gate and up."""
+    """Keep half of each packed matrix: of Q, K and V, or of gate and up."""
     for tensor in [linear.weight] + ([] if linear.bias is None else [linear.bias]):
         tensor.data = torch.cat([part.chunk(2)[rank] for part in tensor.split(list(linear.parts.values()))])
 
@@ -56,7 +57,7 @@ def keep_half(model: DecoderModel, rank: int) -> None:
         keep_rows(attention.qkv_proj, rank)
         keep_rows(mlp.gate_up_proj, rank)
         attention.o_proj, mlp.down_proj = SummedLinear(attention.o_proj, rank), SummedLinear(mlp.down_proj, rank)
-    model.config = replace(model.config, num_kv_heads=model.config.num_kv_heads // 2)  # of which the pool is made
+    model.config = replace(model.config, num_kv_heads=model.config.num_kv_heads // 2)  # the pool has this many
 
 
 def in_this_process(prompts: list[list[int]], eos_id: int, rank: int | None = None) -> Result:
@@ -77,7 +78,7 @@ def as_rank(rank: int, store: str, prompts: list[list[int]], eos_id: int) -> Res
 
 
 def in_two_processes(prompts: list[list[int]], eos_id: int) -> Result:
-    """Start process 1, and be process 0. Both do the same steps, and choose the same tokens."""
+    """Start process 1, and run as process 0. Both run the same steps and choose the same tokens."""
     with TemporaryDirectory() as folder:
         work = f"{folder}/store", prompts, eos_id  # a file through which the two find each other
         other = get_context("spawn").Process(target=as_rank, args=(1, *work), daemon=True)

@@ -1,7 +1,7 @@
 """The collectives of one engine's ranks: all-reduce, all-gather, broadcast.
 
-Where the GPUs can write one another's memory, the small all-reduces of a decode step, and all those of two ranks, are
-done by one kernel of our own (`all_reduce.py`). Everything else is done by NCCL, or by gloo between CPU processes.
+If the GPUs can write one another's memory, our own kernel (`all_reduce.py`) does the small all-reduces of a decode
+step, and all all-reduces of two ranks. NCCL does everything else, or gloo between CPU processes.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from stage_f_graph_tp.tensor_parallel.watch.workers import BrokenCollective, Wor
 if TYPE_CHECKING:  # only GPUs need Triton
     from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 
-SHORT = 2**21  # bytes of a tensor; of longer ones, NCCL sends less than our kernel between more than two ranks
-COLLECTIVE_TIMEOUT = timedelta(days=1)  # gloo asks for one; how long rank 0 waits is the workers' matter (`awaited`)
-POLL_SECONDS = 0.0001  # between two looks of rank 0 at a collective on CPUs
-CONNECT_TIMEOUT = timedelta(seconds=0.5)  # of an attempt of gloo's, which makes five, a second apart
-ENQUEUE_SECONDS = 1.0  # how long an abort waits for a launch under way, which may itself be what is blocked
+SHORT = 2**21  # bytes of a tensor; between more than two ranks, NCCL sends less than our kernel for longer ones
+COLLECTIVE_TIMEOUT = timedelta(days=1)  # gloo requires one; `Workers.awaited` limits rank 0's waits
+POLL_SECONDS = 0.0001  # between rank 0's polls of a collective on CPUs
+CONNECT_TIMEOUT = timedelta(seconds=0.5)  # per attempt; gloo makes five, a second apart
+ENQUEUE_SECONDS = 1.0  # how long an abort waits for a current launch, which may itself be blocked
 ABORT_SECONDS = 10.0  # for NCCL to release its memory when the program ends
 
 
 class RankGroup:
     """The ranks of one engine: NCCL between GPUs, gloo between CPU processes.
 
-    The group is an object and not PyTorch's global default group, so that several engines fit into one process. A CUDA
-    graph that recorded collectives has to be released before the group is: NCCL waits for that.
+    The group is an object, not PyTorch's global default group, so that one process can have several engines. A CUDA
+    graph that recorded collectives must be released before the group: NCCL waits for that.
 
     Args:
         rendezvous: where the ranks find each other.
         device: this rank's device.
-        workers: rank 0's handle on the others, which tells it when one has died; None on the others.
-        uses_one_shot: whether small tensors are added up by our own kernel, where it can be.
-        pdl: whether that kernel is launched by PDL, where the GPU can.
+        workers: rank 0's handle on the others, which reports dead ranks; None on the others.
+        uses_one_shot: sum small tensors with our own kernel, if possible.
+        pdl: launch that kernel by PDL, if the GPU can.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class RankGroup:
         """Connect to the other ranks. All ranks call it, once each of them is known to be ready."""
         if self.device.type == "cuda":
             self._group = _nccl_group(self._rendezvous)
-            # The thread is there from the start: a program that ends can start no other. It has to end before the
-            # interpreter does: a thread that comes back from NCCL when there is none aborts the process.
+            # The thread starts now, because a program that is ending cannot start one. It must end before the
+            # interpreter: a thread that returns from NCCL after that aborts the process.
             self._abort = threading.Thread(target=self._abort_library, daemon=True)
             self._abort.start()
             weakref.finalize(self, _finish_abort, self._stopping, self._abort)
@@ -100,7 +100,7 @@ class RankGroup:
             self._group = _gloo_group(self._rendezvous, self._check)
 
     def _connect_nccl(self) -> None:
-        """Run a first collective, which makes NCCL's connections."""
+        """Run a first collective, which opens NCCL's connections."""
         torch.cuda.set_device(self.device)  # of this thread
         self._run("allreduce", [torch.zeros(1, device=self.device)])
         torch.cuda.synchronize(self.device)
@@ -138,17 +138,17 @@ class RankGroup:
         return self.stack(x).transpose(0, 1).flatten(1)
 
     def broadcast(self, x: Tensor) -> None:
-        """Write rank 0's `x` over that of all other ranks."""
+        """Overwrite `x` on all other ranks with rank 0's."""
         if self.size > 1:
             self._run("broadcast", x, 0)
 
     def agree_on(self, number: int) -> None:
-        """Check that rank 0 executes the same command as this rank: a command's first message between its CPU ranks.
+        """Check that rank 0 executes the same command as this rank. CPU ranks do this first in every command.
 
         Between GPUs the message would cost launches, and a wait for its result.
 
         Raises:
-            RuntimeError: it executes another one.
+            RuntimeError: it executes another command.
         """
         if self.size > 1 and self.device.type == "cpu":
             found = torch.tensor([number])
@@ -156,7 +156,7 @@ class RankGroup:
             check_number(int(found), number)
 
     def _run(self, collective: str, *args: Any) -> None:
-        """Run one of the library's collectives: on a GPU enqueue it, on a CPU wait for it."""
+        """Run a collective of the library: enqueue it on a GPU, wait for it on a CPU."""
         self._wait(self._start(collective, *args))
 
     def _start(self, collective: str, *args: Any) -> dist.Work:
@@ -167,10 +167,10 @@ class RankGroup:
 
     def _wait(self, work: dist.Work) -> None:
         if self.device.type == "cuda":
-            work.wait()  # the device waits, and goes on with what is enqueued after this
+            work.wait()  # the device waits, not the host
             return
         with self._awaited():
-            while self._is_watching and not work.is_completed():  # gloo's own wait may outlast the ranks it waits for
+            while self._is_watching and not work.is_completed():  # gloo's wait may outlast the ranks it waits for
                 self._check()
                 time.sleep(POLL_SECONDS)
             try:
@@ -179,19 +179,19 @@ class RankGroup:
                 raise BrokenCollective(str(error)) from error
 
     def stop_waiting(self) -> None:
-        """End all waits for the other ranks, now and in the future; the results of all collectives are invalid.
+        """End all current and future waits for the other ranks; the results of all collectives are invalid.
 
         Any thread may call it, and it does not block. (On CPUs, `_wait` leaves them.)
         """
         if self.one_shot is not None:
             self.one_shot.stop()
         if self._may_lose_hosts and self._group is not None:
-            # Never freed, not at the program's end either: gloo would first wait for the host that is gone.
+            # Never freed, not even at the program's end: gloo would first wait for the lost host.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._stopping.set()
 
     def _abort_library(self) -> None:
-        """End NCCL's kernels when they are to stop. It takes until no CUDA graph holds NCCL's communicator any more."""
+        """End NCCL's kernels once `stop_waiting` was called. Blocks until no CUDA graph holds NCCL's communicator."""
         self._stopping.wait()
         idle = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)  # NCCL must not free its memory while a call uses it
         self._released = True
@@ -233,7 +233,7 @@ def _nccl_group(rendezvous: Rendezvous) -> dist.ProcessGroupNCCL:
 
 
 def finish_or_raise(work: Callable[[], None], check: Callable[[], None]) -> None:
-    """Run `work` in a thread of its own: it may block forever when a rank has died.
+    """Run `work` in a separate thread, because it may block forever if a rank has died.
 
     `check` is called while waiting, and ends the wait by raising; the thread is then abandoned.
     """

@@ -1,19 +1,20 @@
-"""Sampling without gathering the logits: each rank finds the best of its own tokens, and the winners are compared.
+"""Sample without gathering the logits: each rank finds its best token, and the winners are compared.
 
-A greedy token is an argmax, and so is one sampled at a temperature: of `logits / temperature + noise` (Gumbel-max,
-stage A). A maximum can be found in parts, and a token's noise is a hash of the request's seed, the step and the token's
-id, so every rank can make its own tokens' noise:
+A greedy token is an argmax, and so is a token sampled at a temperature: the argmax of `logits / temperature + noise`
+    (Gumbel-max, stage A). A maximum can be found in parts, and a token's noise is a hash of the request's seed, the
+    step and the token's id, so every rank can compute the noise of its tokens:
 
     rank 0   logits of tokens 0 … n/2 ─► its winner's (logit, noise, highest logit, id) ─┐
                                                                                          ├► all-gather ─► the same
     rank 1   logits of the others     ─► its winner's (logit, noise, highest logit, id) ─┘             token on both
 
-So a few numbers per row are exchanged instead of the vocabulary's logits, and no rank has to tell the others what was
-sampled. What needs a whole row (top-k, top-p, min-p, penalties, logprobs, another sampler) still gathers it.
+So the ranks send a few numbers per row instead of all logits, and no rank has to tell the others which token was
+sampled. Requests that need a whole row (top-k, top-p, min-p, penalties, logprobs, a replaced sampler) still gather it.
 
-Of equal logits the smallest id wins, as with one rank. Noise is added to the distance from the highest logit that the
-rank has, and only the winners' to the highest of all. So a sampled token can be another than one rank's only where two
-of a rank's tokens differ by no more than the rounding of a float32, which the all-reduce's sums do to logits anyway.
+Among equal logits the smallest id wins, as with one rank. Within a rank, noise is added to the distance from the rank's
+highest logit; only the winners are compared relative to the highest logit of all ranks. So the sampled token differs
+from one rank's result only if two tokens of a rank differ by no more than a float32 rounding, and the all-reduce's sums
+change logits by as much.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from stage_f_graph_tp.tensor_parallel.sharding import VocabParallelEmbedding
 
 
 class ShardSampler:
-    """Samples rows that are greedy or at a plain temperature, on all ranks together.
+    """Samples greedy and temperature-only rows, on all ranks together.
 
     Args:
         head: the LM head, of which this rank has a part.
@@ -39,7 +40,7 @@ class ShardSampler:
 
     def __init__(self, head: VocabParallelEmbedding) -> None:
         self._head = head
-        self._count = head.last - head.first  # of this rank's tokens; what its table holds beyond them is padding
+        self._count = head.last - head.first  # this rank's tokens; the rest of its table is padding
         device = head.weight.device
         tokens = torch.arange(head.weight.shape[0], device=device)
         self._mixed_ids = mix32(head.first + tokens) if device.type == "cpu" else None

@@ -1,7 +1,7 @@
 """Sampling by shard on a GPU: stage E's two sampler kernels, with an all-gather between the ranks in the middle.
 
-A program finds the best of a stretch of this rank's logits. All stretches' winners are exchanged as they are (with two
-ranks and 152 thousand tokens 10 each), and the second kernel compares those of all ranks.
+A program finds the best token of a stretch of this rank's logits. The winners of all stretches are gathered (with two
+ranks and 152 thousand tokens 10 from each rank), and the second kernel compares the winners of all ranks.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.

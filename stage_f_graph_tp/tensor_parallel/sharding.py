@@ -4,18 +4,18 @@ Two linears in a row need one all-reduce, not two (Megatron-LM, Shoeybi et al., 
 https://arxiv.org/abs/1909.08053):
 
     column-parallel   each rank holds some of the *rows* of W (some output features): x W_rᵀ is its part of the output,
-                      and no communication is needed, because the next layer of the same rank reads just that part
+                      and no communication is needed, because the next layer of the same rank reads only that part
     row-parallel      each rank holds some of the *columns* of W (some input features): x_r W_rᵀ is a full-sized
                       partial sum, and adding up the ranks' partial sums (an all-reduce) gives the output
 
 Attention is split by heads (QKV column-parallel, output row-parallel) and the MLP by intermediate features (gate and up
-column-parallel, down row-parallel): two all-reduces per layer. Where there are more ranks than KV heads, several ranks
-hold a copy of the same KV head. The embedding is split by vocabulary: a rank looks up the ids that it holds, zeros for
-the others, and an all-reduce puts them together. As the LM head, each rank scores its part of the vocabulary. The
-parts are gathered only for requests that need them all (`shard_sampling.py`).
+column-parallel, down row-parallel): two all-reduces per layer. If there are more ranks than KV heads, several ranks
+hold a copy of the same KV head. The embedding is split by vocabulary: a rank looks up the ids that it holds, uses zeros
+for the others, and an all-reduce combines them. As the LM head, each rank scores its part of the vocabulary. The parts
+are gathered only for requests that need whole rows (`shard_sampling.py`).
 
 So a rank's share of stage D's model is stage D's model, built from a smaller config (`shard_config`), filled with
-slices (`ShardedTensors`), with a collective behind every row-parallel linear and every embedding.
+slices (`ShardedTensors`), with a collective after every row-parallel linear and every embedding.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:  # only GPUs need Triton
 
 
 def check_divisible(config: ModelConfig, size: int) -> None:
-    """Refuse a number of ranks that does not divide the model.
+    """Check that the model can be divided among this many ranks.
 
     Raises:
-        ValueError: naming what does not divide.
+        ValueError: it cannot; the message names the size that does not fit.
     """
     kv_heads = config.num_kv_heads
     for what, count in (("attention heads", config.num_heads), ("intermediate features", config.intermediate_size)):
@@ -90,7 +90,7 @@ def build_sharded_model(
 
 
 class ShardedTensors:
-    """A checkpoint as one rank sees it: of every tensor that is cut, only this rank's slice.
+    """One rank's view of a checkpoint: only this rank's slice of every tensor that is cut.
 
     Args:
         whole: the whole checkpoint.
@@ -103,7 +103,7 @@ class ShardedTensors:
         kv_dim, kv_parts = config.num_kv_heads * config.head_dim, min(size, config.num_kv_heads)
         rows = {"q_proj": config.num_heads * config.head_dim, "embed_tokens": config.vocab_size}
         rows |= {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        # Of each tensor that is cut: along which dimension, its whole length there, how many parts, and this rank's.
+        # For each tensor that is cut: the dimension, its whole length there, the number of parts, and this rank's part.
         self._cuts = {name: (0, total, size, rank) for name, total in rows.items()}
         self._cuts |= {"lm_head": (0, config.vocab_size, size, rank)}
         self._cuts |= dict.fromkeys(("k_proj", "v_proj"), (0, kv_dim, kv_parts, rank * kv_parts // size))
@@ -119,7 +119,7 @@ class ShardedTensors:
         return None if cut is None or (kind == "bias" and cut[0] == 1) else cut
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of this rank's slice; of a tensor that cannot be cut like this, its whole shape."""
+        """Return the shape of this rank's slice, or the whole shape of a tensor that cannot be cut."""
         stored, cut = self._whole.shape(name), self._cut(name)
         if stored is None or cut is None:
             return stored
@@ -127,9 +127,9 @@ class ShardedTensors:
         return (*stored[:dim], -(-total // parts), *stored[dim + 1 :]) if stored[dim] == total else stored
 
     def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        """Read this rank's slice of the tensor `name`, of shape `shape`. Rows past the whole's end are zeros.
+        """Read this rank's slice of the tensor `name`, of shape `shape`. Rows past the end of the tensor are zeros.
 
-        The ranks' sums are added up: so a bias behind columns is rank 0's, and zeros on the others.
+        The ranks' results are summed, so only rank 0 has the bias of a row-parallel linear; the others have zeros.
         """
         cut = self._cut(name)
         if cut is None:
@@ -145,7 +145,7 @@ class ShardedTensors:
 
 
 class RowParallelLinear(nn.Module):
-    """Some columns of the matrix: the ranks' partial sums are added up, then the residual, if there is one.
+    """A linear that holds some columns of the matrix: sums the ranks' partial sums, then adds the residual, if any.
 
     Args:
         linear: stage D's layer, holding this rank's columns.
@@ -160,17 +160,17 @@ class RowParallelLinear(nn.Module):
         return self.group.all_reduce(self.linear(x), residual)
 
     @property
-    def weight(self) -> Any:  # a tensor, or what a format has in its place
+    def weight(self) -> Any:  # a tensor, or a format's replacement for it
         return self.linear.weight
 
     @property
     def peers(self) -> Peers | None:
-        """What a kernel needs to add up by itself; None where the GPUs cannot write one another's memory."""
+        """The arguments for a kernel that sums over the ranks; None if the GPUs cannot write one another's memory."""
         return None if self.group.one_shot is None else self.group.one_shot.peers
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Some rows of the table: `ceil(vocab / ranks)`, of which the last rank's end may be padding.
+    """An embedding that holds `ceil(vocab / ranks)` rows of the table; the last rank may end in padding.
 
     Args:
         embedding: stage D's layer, holding this rank's rows.
@@ -195,6 +195,6 @@ class VocabParallelEmbedding(nn.Module):
         return F.linear(hidden, self.weight)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Score all of it, on all ranks: `[rows, vocab]`."""
+        """Score the whole vocabulary, on all ranks: `[rows, vocab]`."""
         logits = self.group.all_gather(self.own_logits(hidden))[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

@@ -39,7 +39,7 @@ CALLS_IN_TURN = {"calls in turn"}  # a call waits for the one that runs, and is 
 POOLED = {"pool"}  # blocks, prefix cache, add_request/step
 BATCHING = POOLED | {"side by side"}  # calls run in the same steps; `stream`; preemption
 # One process: no ranks. Exact: the tokens are stage A's. Penalty rows: requests wait for one of `max_num_penalty_seqs`.
-# Structured: answers have the form that a request asks for.
+# Structured: structured output.
 FEATURES = CALLS_IN_TURN | BATCHING | {"one process", "exact", "penalty rows", "structured"}
 
 
@@ -48,8 +48,8 @@ class Engine:
     """One way to make an `LLM`.
 
     Attributes:
-        has: what it can do, out of `FEATURES`.
-        prepare: what is done with the `LLM` once it is made.
+        has: its features, out of `FEATURES`.
+        prepare: called with the `LLM` once it is made.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Engine:
 
     @contextmanager
     def made(self, model: str = MODEL, **options: object) -> Iterator[NaiveLLM]:
-        """An `LLM` of its own for one test."""
+        """Make a separate `LLM` for one test."""
         llm = self.make(model, **options)
         try:
             yield llm
@@ -95,8 +95,15 @@ def record(llm: NaiveLLM) -> None:
 
 
 ALONE = ("one process", "exact")  # most rows
-# What these add to the other rows has tests of its own.
-VARIANTS = {"f, recorded", "f, no overlap", "guesses, recorded", "guesses, no overlap", "guesses of a model"}
+# Other tests cover what these rows add.
+VARIANTS = {
+    "f, recorded",
+    "f, no overlap",
+    "guesses, recorded",
+    "guesses, no overlap",
+    "guesses of a model",
+    "two pools",
+}
 SLOW = {"c", "8 bits"} | VARIANTS
 ENGINES = [
     row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
@@ -139,6 +146,7 @@ ENGINES = [
         speculation="model",
         draft_model=MODEL,
     ),
+    row("two pools", "beyond", BATCHING, "structured", *ALONE, "penalty rows", hybrid_kv_cache=True),
     row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
     row("two stages", "beyond", BATCHING, "structured", "exact", "penalty rows", pipeline_parallel_size=2),
 ]
@@ -169,7 +177,7 @@ def one_by_one(llm: NaiveLLM, params: object = GREEDY, prompts: list = PROMPTS) 
 
 
 def finish(llm: NaiveLLM) -> dict[int, list[int]]:
-    """Step until nothing is left; the tokens of what was added, by request id."""
+    """Step until all requests have ended; return their tokens by request id."""
     outputs: dict[int, list[int]] = {}
     while not llm.is_finished():
         outputs.update(llm.step()[0])

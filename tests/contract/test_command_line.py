@@ -91,7 +91,7 @@ def test_the_default_question_is_in_the_language_of_the_locale_and_stage_a_has_o
     ("stage", "argument"),
     [
         *((package, "--help") for package in PACKAGES[:-1]),
-        *((f"beyond.{name}", "--help") for name in ("quantization", "speculation", "scale_out", "serving")),
+        *((f"beyond.{name}", "--help") for name in ("quantization", "speculation", "windows", "scale_out", "serving")),
         ("stage_a_naive", "--no-such-option"),
         ("stage_d_paged", "--top-p=7"),
     ],

@@ -1,4 +1,4 @@
-"""Every request of a batch ends for its own reason, at its own token, and takes nobody with it."""
+"""Requests of a batch end for different reasons, at different tokens, and none ends another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request raises, or its abort, ends that request alone, and nothing of its call stays behind."""
+"""An error or abort of one request ends only that request, and leaves nothing of its call behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS = [replace(READ_AS_IT_COMES, seed=i) for i in range(len(PROMPTS))]
 
 
 def choose_but_for_one(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Sample greedily; fail where one of the rows is that of the bad prompt."""
+    """Sample greedily; fail if one of the rows belongs to the bad prompt."""
     if BAD in [own.seed for own in params]:
         raise LookupError("no token")
     return logits.argmax(-1)
@@ -174,7 +174,7 @@ def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(engine, error, 
 
     def fail(number: int) -> None:
         if number == fails_at:
-            llm.kv_cache.tensor.fill_(7)  # what was there before is not what this run should have written
+            llm.kv_cache.tensor.fill_(7)  # overwrite the pool, so that old contents cannot pass for new ones
             raise error("wrote nothing")
 
     with engine.made(kvcache_block_size=4) as llm:
@@ -192,7 +192,7 @@ def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(engine, error, 
 def test_requests_that_were_added_outlive_steps_that_break_off(engine, expected, error: type) -> None:
     def fail(number: int) -> None:
         if number in (1, 5):
-            llm.kv_cache.tensor.fill_(7)  # what the pool holds after a step that broke off is not known
+            llm.kv_cache.tensor.fill_(7)  # the contents of the pool are unknown after a step that broke off
             raise error("stop here")
 
     outputs: dict[int, list[int]] = {}

@@ -58,7 +58,7 @@ def test_an_interrupt_at_any_line_of_a_call_costs_the_next_one_nothing(engine) -
     expected, num_lines = answers(llm)
     precision = torch.get_float32_matmul_precision()
     for lines in some_of(num_lines, sample=8 if "one process" in engine.has else 3):
-        with suppress(KeyboardInterrupt, EngineBroken):  # one that comes behind the last token may be too late
+        with suppress(KeyboardInterrupt, EngineBroken):  # an interrupt after the last token may be too late
             answers(llm, lines)
         try:
             found, _ = answers(llm)
@@ -85,7 +85,7 @@ def test_an_interrupt_at_any_line_of_a_step_costs_no_request_a_token(engine) -> 
 @pytest.mark.slow
 @pytest.mark.needs("pool", "one process")
 def test_an_interrupt_at_any_line_of_an_only_step_is_no_error_of_the_steps_after(engine, llm) -> None:
-    """Every line once, of a request that arrives and ends in one step: on its way in, and behind its last token too."""
+    """Interrupt every line once, for a request that arrives and ends in one step."""
     one = [SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)]
     expected, num_lines = added_answers(llm, SHORT[:1], params=one)
     for lines in range(1, num_lines + 1):

@@ -1,4 +1,4 @@
-"""A replaced sampler: what it is asked, which requests it belongs to, and what it may do wrong."""
+"""A replaced sampler: its arguments, its requests, and its errors."""
 
 from __future__ import annotations
 

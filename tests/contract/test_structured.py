@@ -1,4 +1,4 @@
-"""Engines with constrained decoding: every answer that ends has its form, and the other requests do not notice."""
+"""Structured output: every finished answer satisfies its constraint, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mixture(max_tokens: int = 90) -> list[SamplingParams]:
 
 
 def check(output: dict, params: SamplingParams, eos_ids: frozenset[int]) -> None:
-    """The answer ends where its form ends, and has it."""
+    """The answer matches its constraint and ends where the constraint ends."""
     assert output["finish_reason"] == "stop", output["text"]
     assert output["token_ids"][-1] in eos_ids
     kind, form = params.structured_outputs
@@ -100,11 +100,11 @@ def test_a_form_that_cannot_be_had_is_refused_by_name(tutor, message: str) -> No
 
 @pytest.mark.needs("structured")
 def test_what_cannot_be_combined_with_a_form_is_refused_with_advice(tutor) -> None:
-    with pytest.raises(ValueError, match="ignore_eos=True: an answer ends where"):
+    with pytest.raises(ValueError, match="ignore_eos=True: structured output decides where"):
         ask(tutor, PROMPT, SamplingParams(ignore_eos=True, structured_outputs={"regex": "a"}))
     for given in ({"min_tokens": 1}, {"bad_words": ["a"]}, {"allowed_token_ids": [7]}):
         [name] = given
-        with pytest.raises(ValueError, match=f"combined with {name}: it may forbid what the form needs next"):
+        with pytest.raises(ValueError, match=f"combined with {name}: it may forbid the tokens"):
             ask(tutor, PROMPT, SamplingParams(structured_outputs={"regex": "a"}, **given))
     with sampler(tutor, lambda logits, params: logits.argmax(-1)), pytest.raises(ValueError, match="sampling_fn"):
         ask(tutor, PROMPT, SamplingParams(structured_outputs={"regex": "a"}))

@@ -1,19 +1,19 @@
-"""Do the tests notice? Put one fault at a time into a copy of the tree and run the tests that should fail.
+"""Check that tests detect faults: put one fault at a time into a copy of the tree and run the tests that should fail.
 
     python -m tools.faults                      # all of them, two at a time: about half an hour
     python -m tools.faults sampler penalties    # those whose file or name contains one of these words
     python -m tools.faults --list
 
-`kernels_and_processes.toml` says what a fault is: what a regular expression matches exactly once in a function becomes
-something else, and one of `tests` (arguments of pytest) must fail.
+`kernels_and_processes.toml` defines the faults: the text that a regular expression matches exactly once in a function
+is replaced, and one of `tests` (arguments of pytest) must fail.
 
     in = "folder/file.cu::function", replace = "…", by = "…", tests = ["…"]
 
-A fault is *caught* when a test fails or does not end within the time limit. It *survived* when all of them pass: then a
-test is missing. One with `equivalent = "…"` changes nothing that a caller could see; it says why, and is not run. The
-same tests run on an unchanged copy first, because a test that always fails catches nothing.
+A fault is *caught* when a test fails or does not end within the time limit. It *survived* when all tests pass: then a
+test is missing. A fault with `equivalent = "…"` changes nothing that a caller could see; the text says why, and it is
+not run. The same tests run on an unchanged copy first, because a test that always fails catches nothing.
 
-`tools.mutants` makes faults of Python by a program; here are those that it cannot make.
+`tools.mutants` generates faults in Python code; this list has the faults that it cannot generate.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ LIST = Path(__file__).with_name("kernels_and_processes.toml")
 
 @dataclass(frozen=True)
 class Fault:
-    """What is changed, and the tests that should notice."""
+    """A change of the code, and the tests that should fail."""
 
-    name: str  # what is wrong then
+    name: str  # what the fault breaks
     place: str  # a file, or `file::function`
     replace: str  # a regular expression, which matches once there
     by: str  # as in `re.sub`
     tests: tuple[str, ...]
-    equivalent: str = ""  # why no behaviour changes, where none does
+    equivalent: str = ""  # why no behaviour changes, if so
 
     @property
     def file(self) -> str:
         return self.place.partition("::")[0]
 
     def change(self) -> Change:
-        """The file with the fault in it.
+        """Return the file with the fault in it.
 
         Raises:
-            ValueError: what is to be replaced is not there, or several times; or nothing would change.
+            ValueError: the text to replace is not there exactly once, or nothing would change.
         """
         file, _, function = self.place.partition("::")
         text = (ROOT / file).read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ class Fault:
 
 
 def load_faults() -> list[Fault]:
-    """Those of the list, in its order."""
+    """Return the faults of the list, in order."""
     return [fault_of(entry) for entry in tomllib.loads(LIST.read_text(encoding="utf-8"))["fault"]]
 
 

@@ -1,13 +1,12 @@
-"""Do the tests notice? Change one operator, number or statement at a time and run the tests of that file.
+"""Check that tests detect faults: change one operator, number or statement at a time and run the file's tests.
 
     python -m tools.mutants --seed 0 --count 400          # 400 of them, at random: over an hour on two cores
     python -m tools.mutants --only block_manager          # of files whose name contains this word
     python -m tools.mutants --list --count 20             # print their diffs and run nothing
 
-`tools.faults` asks the same of faults that somebody thought of; these are made by a program, from mutmut's operators,
-so nobody has chosen what the tests are asked. A mutant *survives* when all tests of its file pass. Then a test is
-missing, or the mutant changes nothing that a caller could see: such ones are in `equivalent.toml`, with the reason, and
-are not run.
+`tools.faults` does the same for faults written by hand; these are generated with mutmut's operators, so they are not
+biased. A mutant *survives* when all tests of its file pass. Then a test is missing, or the mutant changes nothing that
+a caller could see: such mutants are in `equivalent.toml`, with the reason, and are not run.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ COMMANDS = (
 )
 F, PARALLEL = "stage_f_graph_tp", "stage_f_graph_tp/tensor_parallel"
 WATCH = f"{PARALLEL}/watch"
-# What is mutated, a file or one of its functions or classes, and the tests that should notice: arguments of pytest.
+# The mutated places (a file or one of its functions or classes), and the tests that should fail: arguments of pytest.
 # They take seconds. The first one that fails ends the run.
 TESTS: dict[str, tuple[str, ...]] = {
     "stage_d_paged/block_manager.py": ("tests/test_stage_d_block_manager.py", FUZZ),
@@ -77,19 +76,19 @@ SECONDS = 50  # of processor time for a mutant's tests
 
 
 def drop_last_argument(node: cst.Call) -> Iterable[cst.Call]:
-    """`f(a, b)` becomes `f(a)`: the default, where there is one."""
+    """Turn `f(a, b)` into `f(a)`, which uses a default if there is one."""
     if len(node.args) > 1:
         yield node.with_changes(args=node.args[:-1])
 
 
 def negate(node: cst.If | cst.While) -> Iterable[cst.CSTNode]:
-    """`if a:` becomes `if not (a):`."""
+    """Turn `if a:` into `if not (a):`."""
     test = node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     yield node.with_changes(test=cst.UnaryOperation(cst.Not(), test))
 
 
 def drop_statement(node: cst.Expr) -> Iterable[cst.Pass]:
-    """`f(a)` as a statement becomes `pass`."""
+    """Turn the statement `f(a)` into `pass`."""
     if not isinstance(node.value, (cst.SimpleString, cst.ConcatenatedString)):  # a docstring
         yield cst.Pass()
 
@@ -106,7 +105,7 @@ OPERATORS: list[tuple[type, Callable[[cst.CSTNode], Iterable[cst.CSTNode]]]] = [
 
 
 class Finder(cst.CSTVisitor):
-    """Collects what could be changed in some lines: pairs of a node and what it becomes.
+    """Collects possible changes in some lines: pairs of a node and its replacement.
 
     Types, decorators and texts stay as they are.
     """
@@ -137,14 +136,14 @@ class Mutant:
 
     file: str
     line: int
-    function: str  # in which it is
+    function: str  # the function that contains it
     before: str  # the lines that change, without indentation
     after: str
     change: Change
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What stays the same when the lines around it change."""
+        """The parts that stay the same if the lines around it change."""
         return f"{self.file}::{self.function}", self.before, self.after
 
     def __str__(self) -> str:
@@ -156,7 +155,7 @@ class Mutant:
 
 
 class Source:
-    """A file, or some of its functions, and all that could be changed in it."""
+    """A file, or some of its functions, and all possible changes in it."""
 
     def __init__(self, place: str, tests: tuple[str, ...]) -> None:
         self.file, _, function = place.partition("::")
@@ -168,7 +167,7 @@ class Source:
         self.found = finder.found
 
     def mutant(self, number: int) -> Mutant:
-        """Make one of `len(self.found)` mutants."""
+        """Return one of `len(self.found)` mutants."""
         text = self._module.deep_replace(*self.found[number]).code
         diff = list(difflib.unified_diff(self.text.splitlines(), text.splitlines(), n=0, lineterm=""))
         line = int(diff[2].split()[1].lstrip("-").split(",")[0])
@@ -178,7 +177,7 @@ class Source:
 
 
 def sample(only: str, seed: int, count: int) -> list[Mutant]:
-    """Choose `count` mutants of the places whose name contains `only`, in their order."""
+    """Choose `count` mutants of the places whose name contains `only`, in order."""
     sources = [Source(place, tests) for place, tests in TESTS.items() if only in place]
     every = [(source, i) for source in sources for i in range(len(source.found))]
     chosen = sorted(random.Random(seed).sample(range(len(every)), min(count, len(every))))
@@ -186,7 +185,7 @@ def sample(only: str, seed: int, count: int) -> list[Mutant]:
 
 
 def load_equivalent() -> dict[tuple[str, str, str], str]:
-    """The mutants that change nothing, and why."""
+    """Return the mutants that change nothing, and why."""
     entries = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["equivalent"]
     return {(entry["in"], entry["before"], entry["after"]): entry["why"] for entry in entries}
 

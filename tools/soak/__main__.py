@@ -1,15 +1,15 @@
-"""Random load for as long as asked, watching what must not grow: blocks, host memory, device memory.
+"""Apply random load for some minutes and check that blocks, host memory and device memory do not grow.
 
     python -m tools.soak --minutes 3                    # on stage E
-    python -m tools.soak --minutes 3 --http             # on the server of `beyond/serving` in front of it
+    python -m tools.soak --minutes 3 --http             # on the server of `beyond/serving`
     python -m tools.soak --minutes 3 --publish cpu      # also into benchmarks/results/soak-cpu.json
 
 Requests of random lengths arrive at random, some sharing prefixes; some are aborted while they wait or run, some calls
-are given up half-way, some steps raise. Over HTTP some clients stream and some do not, some ask for several answers,
-some leave, and some send what must be refused. Greedy answers are compared with the answer that the same prompt got
-when it was alone, so a block that was mixed up would show. Every few seconds the engine is drained: then no block may
-be in use, and what the process and the device's allocator hold is noted. The run fails if an answer differed, if a
-block or a request was left, or if memory grew after the first quarter of the time.
+are abandoned half-way, some steps raise. Over HTTP some clients stream and some do not, some ask for several answers,
+some disconnect, and some send invalid requests. Greedy answers are compared with the answer to the same prompt alone,
+so a mix-up of blocks would be noticed. Every few seconds the engine is drained: then no block may be in use, and the
+memory of the process and of the device's allocator is recorded. The run fails if an answer differed, if a block or a
+request was left over, or if memory grew after the first quarter of the time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_QUEUE = 24  # of the server: some clients find it full
 
 
 def main() -> int:
-    """Run a soak, print what came of it and write it down; returns 1 if anything was wrong."""
+    """Run a soak, print and write its result, and return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -86,14 +86,14 @@ def main() -> int:
 
 
 def on_engine(llm: LLM, arguments: argparse.Namespace) -> tuple[Tally, dict[str, float]]:
-    """Load the engine itself."""
+    """Apply the load to the engine itself."""
     soak = Soak(llm, arguments.seed)
     soak.run(arguments.minutes)
     return soak.tally, asdict(llm.engine.counters)
 
 
 def over_http(llm: LLM, arguments: argparse.Namespace) -> tuple[Tally, dict[str, float]]:
-    """Load a server with an engine of the same kind; `llm` says what the answers must be, and is closed."""
+    """Apply the load to a server with the same kind of engine; `llm` gives the expected answers and is closed."""
     from .over_http import HttpSoak, questions  # here: the engine alone needs no HTTP client
 
     asked, device = questions(llm, arguments.seed, most_tokens=128), str(llm.device)

@@ -1,4 +1,4 @@
-"""Random load on an engine: requests of random lengths, aborts, calls that are given up, and steps that raise."""
+"""Random load on an engine: requests of random lengths, aborts, abandoned calls, and steps that raise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAIN_SECONDS = 10.0
 
 
 class InjectedError(RuntimeError):
-    """A failure that the soak makes on purpose."""
+    """A failure that the soak causes on purpose."""
 
 
 class Soak:
@@ -76,7 +76,7 @@ class Soak:
             self.expected[request_id] = self.answers[which]
 
     def _disturb(self) -> None:
-        """An abort, or a call that is given up, or a step that is going to fail."""
+        """Abort a request, abandon a call, or make the next step fail."""
         if self.live and self.rng.random() < 0.02:
             self._abort(self.rng.choice(self.live))
         if self.rng.random() < 0.002:

@@ -1,4 +1,4 @@
-"""Random clients of a server: patient ones, those who leave at any moment, and those whose requests are wrong."""
+"""Random clients of a server: patient ones, clients that leave at any moment, and clients with invalid requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Question = tuple[str, dict[str, object], str]  # path, body, and the text of the
 
 
 def questions(llm: LLM, seed: int, most_tokens: int) -> list[Question]:
-    """Prompts of random lengths, some sharing prefixes, and conversations, with the answers that they get alone.
+    """Make random prompts, some with shared prefixes, and conversations, with the answers that they get alone.
 
     Args:
         most_tokens: of an answer.
@@ -96,13 +96,13 @@ class HttpSoak:
             await asyncio.gather(*(one_after_another() for _ in range(CLIENTS)))
 
     async def ask_all(self) -> None:
-        """Ask every question once, one after the other: after all that has happened, every answer must be right."""
+        """Send every question once, one after the other: after the whole load every answer must be correct."""
         async with httpx.AsyncClient(base_url=self.url, timeout=END_SECONDS) as http:
             for path, body, expected in self.questions:
                 self._compare([text async for text in answers(http, path, body | {"temperature": 0})], expected)
 
     async def note(self, seconds: float) -> None:
-        """Wait until the server has forgotten everybody, and note its memory."""
+        """Wait until the server has no requests left, and note its memory."""
         end = time.perf_counter() + END_SECONDS
         async with httpx.AsyncClient(base_url=self.url, timeout=END_SECONDS) as http:
             while True:
@@ -144,7 +144,7 @@ class HttpSoak:
         await self._read(http, path, body | ways, None)
 
     async def _leave(self, http: httpx.AsyncClient) -> None:
-        """Ask, and close the connection at any time: before the answer, in the middle of it, or just behind it."""
+        """Send a request, and close the connection at any time: before the answer, in the middle, or just after it."""
         try:
             async with asyncio.timeout(self.rng.uniform(0, 1.5)):
                 await self._ask(http)
@@ -182,7 +182,7 @@ class HttpSoak:
 
 
 async def answers(http: httpx.AsyncClient, path: str, body: dict[str, object]) -> AsyncIterator[str]:
-    """The texts of all answers to a request, streamed or not; raises `httpx.HTTPStatusError` where it is refused."""
+    """Yield the texts of all answers to a request, streamed or not; raise `httpx.HTTPStatusError` if it is rejected."""
     if not body.get("stream"):
         response = (await http.post(path, json=body)).raise_for_status()
         for choice in response.json()["choices"]:

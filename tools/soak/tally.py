@@ -1,4 +1,4 @@
-"""What a soak counts and samples, and what it must not find."""
+"""Counts and samples of a soak, and the check for errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sample:
 
 @dataclass
 class Tally:
-    """What has happened so far.
+    """The events so far.
 
     Attributes:
         aborted: requests, or over HTTP clients that left before their answer was complete.

@@ -1,4 +1,4 @@
-"""Paged attention that reads 8-bit keys and values: `pick_quantized_backend` is the way in."""
+"""Paged attention that reads 8-bit keys and values; other packages call `pick_quantized_backend`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from stage_d_paged.attention import AttentionBackend, pick_backend
 def pick_quantized_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, has_windows: bool = False
 ) -> AttentionBackend:
-    """Return the backend that stage D's `pick_backend` picks, storing and reading `Quantized` keys and values.
+    """Return the backend that stage D's `pick_backend` would pick, for `Quantized` keys and values.
 
     Raises:
-        ValueError: as there; or there is none of that name for 8 bits, as for flash-attn.
+        ValueError: as in `pick_backend`; or the backend has no 8-bit version, such as flash-attn.
     """
     backend = pick_backend(name, device, dtype, head_dim, has_windows)
     if backend.name == "reference":

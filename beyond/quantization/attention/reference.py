@@ -13,7 +13,7 @@ from stage_d_paged.attention.reference import ReferenceAttention
 
 
 class QuantizedReferenceAttention:
-    """Any device, any floating dtype, any head size; the definition that the kernels are tested against."""
+    """Attention for any device, floating dtype and head size; the reference for the kernels' tests."""
 
     def __init__(self, device: torch.device) -> None:
         self._attention = plain = ReferenceAttention(device)
@@ -40,10 +40,10 @@ class QuantizedReferenceAttention:
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Stage D's attention on a small pool: the blocks of this batch alone, in the model's dtype."""
+        """Run stage D's attention on a small pool: only the blocks of this batch, in the model's dtype."""
         tables, block_size = metadata.block_tables, k_cache.values.shape[1]
         first = torch.arange(tables.shape[1], device=tables.device) * block_size  # position of each entry's block
-        # Behind a context's end a table may hold anything; block 0 is there.
+        # Past a context's end a table may hold any number; use block 0, which exists.
         tables = tables.masked_fill(first >= metadata.context_lens[:, None], 0)
         used, tables = tables.unique(return_inverse=True)
         keys, values = (_dequantize(cache, used, query.dtype) for cache in (k_cache, v_cache))

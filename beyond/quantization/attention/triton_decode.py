@@ -1,14 +1,14 @@
-"""Triton kernel for decode over an 8-bit cache: stage D's, with half the bytes to read.
+"""Triton kernel for decode over an 8-bit cache: stage D's kernel, with half the bytes to read.
 
-The scales never touch a tile. A key's scale multiplies its *score*, a value's scale multiplies its *weight*:
+The scales are not applied to the tiles. A key's scale multiplies its *score*, a value's scale its *weight*:
 
     q · (s k) = s (q · k)            sum_i p_i (s_i v_i) = sum_i (p_i s_i) v_i
 
 so a tile of 64 keys of 128 numbers takes 64 multiplications, not 8192. The 8-bit values are exact in bfloat16 (and in
-float16), so that the tensor cores multiply what is stored; the sums are float32.
+float16), so the tensor cores multiply the stored values; the sums are float32.
 
-Keys and values are the left operands, queries the right ones: the tensor cores' tiles are at least 16 high, but 8 wide,
-and a group has a few heads. Stage D's order pads a group of 7 heads to 16, this one to 8.
+Keys and values are the left operands, queries the right ones: the tensor cores' tiles are at least 16 high but only 8
+    wide, and a group has a few heads. Stage D's order pads a group of 7 heads to 16, this order to 8.
 
 Block table, splits and combine are stage D's functions.
 """
@@ -71,7 +71,7 @@ def quantized_online_softmax(
             valid = valid & (start + key >= context_len - WINDOW)
         inside = valid[:, None] & (column < HEAD_DIM)
         slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
-        # The next tile's lookup is issued here: at the top of its own step it would cost a stage of the load pipeline.
+        # Look the next tile up here: at the top of the next iteration it would cost a stage of the load pipeline.
         block = look_up(table, start + step, context_len, BLOCK_SIZE, BLOCK_N)
         offset = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column
         scale_offset = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -128,7 +128,7 @@ def quantized_decode_kernel(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Attend with one query per sequence; the arguments are those of stage D's `decode_kernel`, and the scales."""
+    """Attend with one query per sequence; arguments as of stage D's `decode_kernel`, and the scales."""
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS % num_splits
     seq = (tl.program_id(0) // KV_HEADS // num_splits).to(tl.int64)
@@ -146,7 +146,7 @@ def quantized_decode_kernel(
     if WINDOW > 0:
         first = first_visible(context_len, WINDOW, BLOCK_N)
     block = look_up(table, first + split * BLOCK_N, table_width * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
-    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # those that have work
+    splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # splits that have work
     if split >= splits:
         return
     query_offset = token * query_stride + (head + row) * HEAD_DIM + column
@@ -197,11 +197,11 @@ def quantized_decode_kernel(
 
 
 def choose_quantized_config(pairs: int, head_dim: int, element_size: int, stored: torch.dtype) -> DecodeConfig | None:
-    """Choose by what was tried on an H200 with 32 contexts of 640 and of 4096; None is stage D's choice.
+    """Choose the config measured on an H200 with 32 contexts of 640 and of 4096; None means stage D's choice.
 
-    With int8 and heads of 128, one warp per program was the fastest, which never waits for other warps. Other formats
-    were tried with two alone. `pairs` is sequences × KV heads: fewer than 64 were not tried, nor were heads of more
-    than 128. `element_size` is the query's: float32 has stage D's small tiles.
+    With int8 and heads of 128, one warp per program was the fastest, because it never waits for other warps. Other
+    formats were only tried with two warps. `pairs` is sequences × KV heads: fewer than 64 were not tried, nor were
+    heads of more than 128. `element_size` is the query's: float32 uses stage D's small tiles.
     """
     if pairs < 64 or element_size == 4 or head_dim > 128:
         return None

@@ -1,12 +1,12 @@
-"""Prefill over an 8-bit cache: dequantise the context once, and let stage D's kernel attend to it.
+"""Prefill over an 8-bit cache: dequantise the context once, then use stage D's kernel.
 
-A prefill reads every key once for each tile of queries, hundreds of times for a long prompt. What is converted when it
-is read is converted as often, and Hopper's copy engine cannot fetch it into the operands of the product. So a layer's
-keys and values, of the sequences that have several queries, are written to scratch memory in 16 bits first, a small
-part of the work of a long prompt. (A few queries behind a long context lose by it: they would read a key about once.)
+A prefill reads every key once for each tile of queries, hundreds of times for a long prompt. Converting a key at every
+read would repeat the conversion as often, and Hopper's copy engine could not load it as an operand of the product. So a
+layer's keys and values, for sequences with several queries, are first written to scratch memory in 16 bits, a small
+part of the work of a long prompt. (A few queries after a long context lose time: they would read each key about once.)
 
-Scratch memory has room for every entry of the block tables. Where that is more than `SCRATCH_BYTES` (many sequences
-beside the prompt), stage D's kernel is given the 8 bits and the scales.
+Scratch memory has room for every entry of the block tables. If that exceeds `SCRATCH_BYTES` (many sequences in the same
+step), stage D's kernel gets the 8-bit values and the scales.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -58,13 +58,13 @@ def dequantize_blocks_kernel(
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,  # keys that a query sees; 0: all
 ):
-    """Write TOKENS keys and values of one head as `value * scale`, to the block that is numbered as its table entry."""
+    """Write TOKENS keys and values of one head as `value * scale`, to the block numbered as its table entry."""
     entry = tl.program_id(0)
     seq = entry // table_width
     kv_head = tl.program_id(1) % KV_HEADS
     token = tl.program_id(1) // KV_HEADS * TOKENS + tl.arange(0, TOKENS)
     context_len = tl.load(context_lens + seq)
-    first = entry % table_width * BLOCK_SIZE  # of the block's positions
+    first = entry % table_width * BLOCK_SIZE  # first position of the block
     query_len = tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq)
     is_read = (query_len > 1) & (first < context_len)
     if WINDOW > 0:
@@ -89,7 +89,7 @@ def dequantize_blocks_kernel(
 def dequantize_blocks(
     k_cache: Quantized, v_cache: Quantized, metadata: AttentionMetadata, dtype: torch.dtype, window: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the blocks of all sequences that have more than one query once more, in `dtype`.
+    """Copy the blocks of all sequences with more than one query to scratch memory, in `dtype`.
 
     Returns keys and values, `[seqs * table_width, block_size, kv_heads, head_dim]`, and the block tables for them.
     Blocks of other sequences or before the window, and tokens past a context's end, are uninitialised.

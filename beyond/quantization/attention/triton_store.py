@@ -1,8 +1,8 @@
-"""Triton kernels that quantise keys and values on their way into their blocks.
+"""Triton kernels that quantise keys and values and store them in their blocks.
 
-A head of a token is read whole by one program, which finds its largest number, divides, rounds and writes the values
-and the scale. Stage F's `rotate_and_store`, given scales, does it right after the rotation: quantising costs no launch
-and no read; `store` is for stage D's layers, which have rotated already.
+One program reads a whole head of a token, finds its largest number, divides, rounds, and writes the values and the
+scale. Stage F's `rotate_and_store`, given scales, does this right after the rotation, so quantising costs no launch and
+no read; `store` is for stage D's layers, which rotate separately.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -30,7 +30,7 @@ def rotate_and_store(
     *rest: Any,
     pdl: bool = True,
 ) -> Tensor:
-    """Launch stage F's `rotate_and_store` for a cache of 8 bits; arguments and result as there."""
+    """Launch stage F's `rotate_and_store` for an 8-bit cache; same arguments and result."""
     values, scales = zip(*layer_cache, strict=True)
     return elementwise.rotate_and_store(qkv, num_heads, rotary, positions, values, *rest, scales=scales, pdl=pdl)
 

@@ -1,11 +1,12 @@
 // The chat box: a client of /v1/chat/completions like any other.
 
+import { render } from "./markdown.js";
 import { events, post } from "./server.js";
 import { t } from "./words.js";
 
 const find = (id) => document.getElementById(id);
 const messages = find("messages");
-let conversation = [];
+let conversation = JSON.parse(sessionStorage.getItem("conversation") ?? "[]"); // as long as this tab is open
 let running = null; // aborts the answer under way
 
 // What ends an answer, as the API calls it.
@@ -15,12 +16,21 @@ const ends = () => ({
 });
 
 function show(role, text) {
-  const message = document.createElement("p");
+  const message = document.createElement("div");
   message.className = `message ${role}`;
-  message.textContent = text;
+  add(message, text);
   messages.append(message);
   message.scrollIntoView({ block: "nearest" });
   return message;
+}
+
+function add(message, text) {
+  message.text = (message.text ?? "") + text;
+  message.replaceChildren(message.classList.contains("assistant") ? render(message.text) : message.text);
+}
+
+function keep() {
+  sessionStorage.setItem("conversation", JSON.stringify(conversation));
 }
 
 // The end of what is written stays in sight, unless somebody has scrolled up to read.
@@ -53,7 +63,7 @@ async function read(path, asked, before, of) {
     if (told.error) throw new Error(told.error.message);
     for (const { index, delta, text, finish_reason: reason } of told.choices) {
       const message = of(index);
-      write(() => message.append(delta?.content ?? text ?? ""));
+      write(() => add(message, delta?.content ?? text ?? ""));
       if (reason) showEnd(message, reason, before);
     }
   }
@@ -71,6 +81,7 @@ async function busy(work) {
   }
   running = null;
   setBusy(false);
+for (const turn of conversation) show(turn.role, turn.content).turn = turn;
 }
 
 function setBusy(busy) {
@@ -87,8 +98,9 @@ async function send() {
   const before = [...mine];
   const shown = [];
   await busy(() => read("/v1/chat/completions", { messages: before, n: find("answers").valueAsNumber }, before, (i) => (shown[i] ??= show("assistant", ""))));
-  if (shown[0]) mine.push((shown[0].turn = { role: "assistant", content: shown[0].textContent }));
+  if (shown[0]) mine.push((shown[0].turn = { role: "assistant", content: shown[0].text }));
   else mine.pop();
+  keep();
 }
 
 // A model goes on with any text: that of the conversation with the answer so far, whose blocks are cached.
@@ -96,11 +108,12 @@ function goOn(message, note, before) {
   return busy(async () => {
     const [asked, told] = await Promise.all([
       post("/tokenize", { messages: before }),
-      post("/tokenize", { prompt: message.textContent, add_special_tokens: false }),
+      post("/tokenize", { prompt: message.text, add_special_tokens: false }),
     ]);
     note.remove();
     await read("/v1/completions", { prompt: [...asked.tokens, ...told.tokens] }, before, () => message);
-    if (message.turn) message.turn.content = message.textContent;
+    if (message.turn) message.turn.content = message.text;
+    keep();
   });
 }
 
@@ -117,6 +130,8 @@ find("abort").addEventListener("click", () => running?.abort());
 find("clear").addEventListener("click", () => {
   running?.abort();
   conversation = [];
+  keep();
   messages.replaceChildren();
 });
 setBusy(false);
+for (const turn of conversation) show(turn.role, turn.content).turn = turn;

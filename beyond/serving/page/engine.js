@@ -87,9 +87,14 @@ function tell(step) {
 
 function drawSteps() {
   const { steps, token_budget: budget } = picture;
-  const most = Math.max(0, ...steps.map((step) => step.prefill + step.decode));
-  const top = budget <= 4 * most ? budget : most; // else the budget is far above all columns, and its line says so
-  fill(find("steps"), steps.map((step) => [top, step]), (element, [, step]) => {
+  const sizes = steps.map((step) => step.prefill + step.decode).toSorted((a, b) => a - b);
+  const most = sizes.at(-1) ?? 0;
+  const usual = sizes[Math.floor(0.9 * (sizes.length - 1))] ?? 0;
+  const highest = sizes.findLast((size) => size <= 16 * usual) ?? 0; // a long prefill would flatten the others
+  const scale = budget <= 4 * highest ? budget : highest; // else the budget is far above all columns, and its line says so
+  fill(find("steps"), steps.map((step) => [scale, step]), (element, [, step]) => {
+    const isFar = step.prefill + step.decode > scale;
+    const top = isFar ? step.prefill + step.decode : scale; // a scale of its own, which the break in the column says
     const { guesses, accepted, recomputed } = step;
     const parts = {
       decode: step.decode - guesses,
@@ -107,10 +112,11 @@ function drawSteps() {
     });
     element.style.background = `linear-gradient(0deg, ${stops.join(", ")}, transparent ${from}%)`;
     element.classList.toggle("preempts", step.preempted > 0);
+    element.classList.toggle("far", isFar);
     element.title = tell(step);
   });
-  find("budget").classList.toggle("far", top !== budget);
-  find("budget").firstChild.textContent = (top === budget ? "" : "↑ ") + t("budget {n}", { n: budget });
+  find("budget").classList.toggle("far", scale !== budget);
+  find("budget").firstChild.textContent = (scale === budget ? "" : "↑ ") + t("budget {n}", { n: budget });
   for (const element of document.querySelectorAll(".drafts")) element.hidden = !steps.some((step) => step.guesses);
   put("num-steps", t("the last {n} of {all} steps, highest: {most}", { n: steps.length, all: picture.num_steps, most }));
   put("last-step", steps.length ? tell(steps.at(-1)) : "");

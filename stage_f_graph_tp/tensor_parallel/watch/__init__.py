@@ -1,1 +1,1 @@
-"""The other ranks' processes: how they are found, started, told what to do, and watched. See the README beside this."""
+"""The other ranks' processes: find them, start them, send them commands, and watch them. See README.md here."""

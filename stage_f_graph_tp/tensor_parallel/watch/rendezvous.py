@@ -1,7 +1,7 @@
-"""How the ranks of one engine find each other: through a small table in rank 0's process that all can read and write.
+"""How the ranks of one engine find each other: through a key-value store in rank 0's process.
 
-The table is PyTorch's `TCPStore`. It listens on the loopback address, on a free port that the operating system picks,
-so that any number of engines run on one machine.
+The store is PyTorch's `TCPStore`. All ranks can read and write it. It listens on the loopback address, on a free port
+that the operating system picks, so that any number of engines run on one machine.
 
 Every process that can connect to the store can write to it. Therefore its values are text and are never unpickled.
 """
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
-START_SECONDS = 1800.0  # until all ranks have the model, have loaded it and recorded their graphs
+START_SECONDS = 1800.0  # until all ranks have downloaded and loaded the model and recorded their graphs
 
 
 class WatchedStore(dist.Store):
-    """A store whose waits end when a rank has died: `check` is called while waiting, and raises."""
+    """A store whose waits end when a rank dies: it calls `check` while it waits, which raises."""
 
     def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class WatchedStore(dist.Store):
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait without a time limit: every rank that is alive sets its keys."""
+        """Wait without a time limit: every live rank sets its keys."""
         while not self._store.check(keys):
             self._check()
             time.sleep(0.005)
@@ -47,7 +47,7 @@ class WatchedStore(dist.Store):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store of one engine and this process's place among its ranks."""
+    """The store of one engine, and this process's rank."""
 
     store: dist.Store
     rank: int
@@ -60,14 +60,14 @@ class Rendezvous:
         return LOOPBACK
 
     def device(self, device: torch.device) -> torch.device:
-        """Return this rank's device: with GPUs, the one of its number."""
+        """Return this rank's device: the GPU with its number, or the CPU."""
         return torch.device("cuda", self.rank) if device.type == "cuda" else device
 
     def gather(self, key: str, value: str, check: Callable[[], None]) -> list[str]:
         """Publish this rank's value under `key` and wait for the other ranks' values; returns all of them, by rank.
 
-        A collective on the GPUs could do this too, but if a rank failed it would never end. Here `check` is called
-        while waiting, and ends the wait by raising.
+        A collective on the GPUs would never end if a rank failed. Here `check` is called while waiting, and ends the
+        wait by raising.
         """
         store = WatchedStore(self.store, check)
         store.set(f"{key}/{self.rank}", value)
@@ -76,7 +76,7 @@ class Rendezvous:
 
 def open_rendezvous(size: int) -> Rendezvous:
     """Open a store on this machine, as rank 0 of `size`."""
-    with socket.create_server((LOOPBACK, 0)) as server:  # the store by itself would listen on every address
+    with socket.create_server((LOOPBACK, 0)) as server:  # by default the store would listen on every address
         port = server.getsockname()[1]
         store = dist.TCPStore(
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(server.fileno())

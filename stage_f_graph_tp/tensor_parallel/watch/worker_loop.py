@@ -1,6 +1,6 @@
-"""A worker's side: connect to rank 0, build this rank's share from the first message, execute every further one.
+"""The worker's side: connect to rank 0, build this rank's share from the first message, execute the others.
 
-The commands are numbered, and one with another number than the next ends the worker.
+Commands are numbered; a command out of sequence ends the worker.
 
 A worker exits as soon as its connection to rank 0 breaks, also in the middle of a collective.
 """
@@ -39,7 +39,7 @@ def run_worker(build: Build, file_number: int, port: int, rank: int, size: int) 
 
     Args:
         build: see `Workers`.
-        file_number: the inherited connection's.
+        file_number: of the inherited connection.
         port: of rank 0's store.
     """
 
@@ -62,7 +62,7 @@ def execute_commands(connection: Connection, join: Callable[[], Rendezvous], bui
             print("error: no sign of life from rank 0's host", file=sys.stderr, flush=True)
             os._exit(1)
         except (EOFError, OSError):
-            os._exit(0)  # rank 0 has ended: exit now, also in the middle of a collective
+            os._exit(0)  # rank 0 has ended: exit now, even in the middle of a collective
 
     def next_message() -> bytes:
         message = messages.get()
@@ -81,5 +81,5 @@ def execute_commands(connection: Connection, join: Callable[[], Rendezvous], bui
         kind = CONSEQUENCE if isinstance(error, BrokenCollective) else CAUSE
         with contextlib.suppress(OSError):
             connection.send_bytes(f"{kind}\n{summary}\n{traceback.format_exc().strip()}".encode())
-        time.sleep(2 * CAUSE_SECONDS)  # let rank 0 read it before the connections break
+        time.sleep(2 * CAUSE_SECONDS)  # let rank 0 read the report before the connections break
         os._exit(1)

@@ -1,8 +1,8 @@
 """A worker's process, which rank 0 runs as a script.
 
-Importing PyTorch takes seconds, in which rank 0 may die. So before the first slow import, a thread starts that ends
-this process when its parent ends. (The connection to rank 0 does not always show that: a child that rank 0 has forked
-keeps it open.)
+Importing PyTorch takes seconds, and rank 0 may die meanwhile. So before the first slow import, this script starts a
+thread that ends the process when its parent ends. (The connection to rank 0 does not always show that: a forked child
+of rank 0 keeps it open.)
 """
 
 import importlib
@@ -14,7 +14,7 @@ import time
 
 
 def end_with(parent: int) -> None:
-    """End this process, also in the middle of a collective, when `parent` is not its parent any more."""
+    """End this process, even in the middle of a collective, when `parent` is no longer its parent."""
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(0)

@@ -1,19 +1,20 @@
 """Rank 0's handle on the other ranks' processes: start them, send them commands, watch them, end them.
 
-Rank 0 is the caller's process. It alone has the scheduler. For each step it sends every other rank the packed input of
-the step and computes its own share; the collectives inside the model do the rest. Workers send nothing back, except a
-report of what went wrong.
+Rank 0 is the caller's process, and only rank 0 has the scheduler. For each step it sends the packed input to every
+other rank and computes its share; the collectives inside the model do the rest. Workers send nothing back except error
+reports.
 
-A rank that missed a command would run a step with another step's tensors. So every command has a number, the next one
-after the last, and a rank that gets another one fails. And rank 0 leaves a step by its end, or has failed the engine
-(`in_step`): an exception anywhere in between leaves the others waiting for it.
+A rank that missed a command would run a step with another step's tensors. So commands are numbered in sequence, and a
+rank that gets another number than the next fails. Rank 0 either completes a step or fails the engine (`in_step`): after
+an exception in the middle the other ranks would wait for ever.
 
 Each worker that rank 0 starts inherits one end of a socket pair. Nothing that is received is ever unpickled.
 
-When a rank dies, or is stopped, the others wait for it: in a collective, in a launch behind a kernel that waits, in the
-store. Rank 0's main thread may be blocked in any of these, so a second thread watches the workers from the moment they
-start. When one dies, or rank 0 waits for too long (`awaited`), it ends the waits on the GPU (`end_waits_of`), finds out
-which rank failed first, and ends all workers. The results of collectives are invalid from then on: `check` raises, and
+When a rank dies or is stopped, the others wait for it: in a collective, in a launch queued after a waiting kernel, or
+    in the store. Rank 0's main thread may be blocked in any of these, so a second thread watches the workers from their
+    start. When one dies, or rank 0 waits for too long (`awaited`), this thread ends the waits on the GPU
+    (`end_waits_of`), finds out which rank failed first, and ends all workers. The results of collectives are invalid
+    from then on: `check` raises, and
 every result is checked before it is returned.
 """
 
@@ -42,16 +43,16 @@ from stage_a_naive.contract.errors import EngineBroken
 from stage_f_graph_tp.tensor_parallel.watch.rendezvous import START_SECONDS, Rendezvous
 
 SCRIPT = Path(__file__).with_name("worker_process.py")
-ANSWER_SECONDS = 300.0  # that rank 0 waits for the others in a step
-WATCH_INTERVAL = 0.2  # seconds between two looks at the processes
-BLOCKED_SECONDS = 10.0  # for rank 0 to come back from a call when all waits have been ended
-CAUSE_SECONDS = 0.5  # from the first sign of a failure until its cause is named: others may follow within that time
+ANSWER_SECONDS = 300.0  # longest wait of rank 0 for the others in a step
+WATCH_INTERVAL = 0.2  # seconds between two checks of the processes
+BLOCKED_SECONDS = 10.0  # for rank 0 to return from a call after all waits were ended
+CAUSE_SECONDS = 0.5  # from the first sign of a failure to the search for its cause: more reports may come
 ADVICE = "the engine cannot go on, close it and make a new one"
 
-Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> what executes all others
+Build = Callable[[Rendezvous, bytes], Callable[[bytes], None]]  # the first message -> the function for all others
 
-NUMBER = struct.Struct("<q")  # what every message begins with: how many were sent before it
-CAUSE, CONSEQUENCE = "cause", "consequence"  # a report's first line: an error of the rank's own, or `BrokenCollective`
+NUMBER = struct.Struct("<q")  # every message begins with the number of messages before it
+CAUSE, CONSEQUENCE = "cause", "consequence"  # a report's first line: the rank's error, or a `BrokenCollective`
 
 
 class WorkerError(EngineBroken):
@@ -59,18 +60,18 @@ class WorkerError(EngineBroken):
 
 
 class BrokenCollective(RuntimeError):
-    """A collective ended without a result: another rank has ended, which this one only noticed."""
+    """A collective ended without a result, because another rank has ended."""
 
 
 def check_number(found: int, expected: int) -> None:
-    """Raise `RuntimeError` if what came belongs to another command than the one that a rank executes."""
+    """Raise `RuntimeError` if a message belongs to another command than the current one."""
     if found != expected:
         raise RuntimeError(f"the ranks are out of step: command {found} came where command {expected} was expected")
 
 
 @dataclass
 class Awaited:
-    """What rank 0 is doing, which ends when the other ranks have done their part."""
+    """An operation of rank 0 that waits for the other ranks."""
 
     limit: float  # seconds
     seconds: float = 0.0  # so far
@@ -81,22 +82,22 @@ class Workers:
 
     Args:
         rendezvous: rank 0's.
-        build: a function of a module, which a worker imports by its name and calls with the first message.
-        connections: to ranks whose processes exist already; without them, this starts the processes.
+        build: a module-level function, which a worker imports by name and calls with the first message.
+        connections: to ranks whose processes exist already; without it, the processes are started here.
     """
 
     def __init__(self, rendezvous: Rendezvous, build: Build, connections: dict[int, Connection] | None = None) -> None:
-        self._groups: list[Any] = []  # whose waits are ended when a rank fails
-        self.rendezvous = rendezvous  # the ranks need its store, which ends with it
+        self._groups: list[Any] = []  # their waits are ended when a rank fails
+        self.rendezvous = rendezvous  # keeps the store alive for the ranks
         self._size = rendezvous.size
         self._num_sent = 0  # messages
         self._is_midway = False  # a step has begun and not ended
-        self._stepping = threading.RLock()  # held for a step
+        self._stepping = threading.RLock()  # held during a step
         self._processes: dict[int, subprocess.Popen] = {}  # by rank
         self._connections = connections or {}  # by rank
         self._owner = os.getpid()
-        self._lock = threading.RLock()  # the engine may be collected, and so closed, in any thread
-        self._failing = threading.Event()  # set before anything invalid can be seen
+        self._lock = threading.RLock()  # the engine may be collected, and thus closed, in any thread
+        self._failing = threading.Event()  # set before any invalid result is visible
         self._failed = threading.Event()  # set when the reason is known
         self._reason = ""
         self._awaited: Awaited | None = None
@@ -109,7 +110,7 @@ class Workers:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def end_waits_of(self, group: Any) -> None:
-        """When a rank fails, call `group.stop_waiting()`: in the watching thread, so it must not block."""
+        """Call `group.stop_waiting()` when a rank fails. The watching thread calls it, so it must not block."""
         self._groups.append(group)
 
     def send(self, message: bytes) -> None:
@@ -131,41 +132,41 @@ class Workers:
             raise WorkerError(self._reason)
 
     def explain(self) -> None:
-        """After a collective broke: raise what happened to the other rank, if that comes to light within a second."""
+        """After a broken collective, raise the other rank's error, if it becomes known within a second."""
         self._failing.wait(1)
         self.check()
 
     def fail(self, reason: str) -> NoReturn:
-        """End the workers for a reason of rank 0's, and raise it."""
+        """End the workers for a reason on rank 0, and raise it."""
         self._give_up(lambda: f"{reason}; {ADVICE}")
         raise WorkerError(self._reason)
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """End the workers if the block raises or takes too long; what a rank's death breaks is raised as its error."""
+        """End the workers if the block raises or takes too long. An error caused by a dead rank names that rank."""
         try:
             with self.awaited(START_SECONDS):
                 yield
         except BaseException as error:
             try:
                 if isinstance(error, RuntimeError):
-                    self.explain()  # a collective that broke because a rank died is that rank's error
+                    self.explain()  # if a rank's death broke the collective, raise that instead
             finally:
                 self.close()
             raise
 
     @contextlib.contextmanager
     def in_step(self, command: bytes | None) -> Iterator[None]:
-        """Send a command and execute rank 0's part of it in the block, while Ctrl-C is held back.
+        """Send a command and execute rank 0's part of it in the block, with Ctrl-C delayed.
 
-        The block ends, or the engine has failed: the others still wait for what it would have done. If even the end of
-        the engine is interrupted (a signal's handler may raise between any two lines), the next step fails.
+        The block must complete, or the engine fails, because the others wait for rank 0's part. If even that is
+        interrupted (a signal handler may raise between any two lines), the next step fails.
 
         Args:
-            command: None where the others know from an earlier one what to do.
+            command: None if an earlier command covers this step.
 
         Raises:
-            WorkerError: instead of anything that the block raises.
+            WorkerError: replaces any exception from the block.
         """
         with self._stepping, interrupts_held(), self.awaited():
             self.check()
@@ -176,7 +177,7 @@ class Workers:
                 if command is not None:
                     self.send(command)
                 yield
-            except GeneratorExit:  # an exception in contextlib's own lines has left the block, and is on its way
+            except GeneratorExit:  # an exception inside contextlib has left the block and is propagating
                 raise
             except BaseException as error:
                 self.explain()
@@ -185,9 +186,9 @@ class Workers:
 
     @contextlib.contextmanager
     def awaited(self, limit: float | None = None) -> Iterator[None]:
-        """End the workers if the block, for which rank 0 needs them, is not done within `limit` seconds.
+        """End the workers if the block, which waits for them, is not done within `limit` seconds.
 
-        The end of a block in another one ends both limits: the others have answered.
+        The end of a nested block ends the outer limit too: the others have answered.
         """
         try:
             self._awaited = Awaited(ANSWER_SECONDS if limit is None else limit)
@@ -196,9 +197,9 @@ class Workers:
             self._awaited = None
 
     def close(self) -> None:
-        """End the workers. A second call does nothing, and neither does one in a forked child of rank 0.
+        """End the workers. A second call is a no-op, and so is a call in a forked child of rank 0.
 
-        A step of another thread ends with an error; it is waited for.
+        A step in another thread ends with an error; this waits for it.
         """
         if not self.is_owner:
             return
@@ -211,18 +212,18 @@ class Workers:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this process is rank 0, and not a fork of it."""
+        """Whether this process is rank 0, not a fork of it."""
         return os.getpid() == self._owner
 
     def _watch(self) -> None:
         while not self._failed.is_set():
             signs = wait(self._connections.values(), WATCH_INTERVAL)
-            if self._failing.is_set():  # another thread ends the workers, or was interrupted while it did
+            if self._failing.is_set():  # another thread ends the workers, or was interrupted in that
                 self._give_up(lambda: f"rank 0 was interrupted; {ADVICE}")
             elif signs or any(process.poll() is not None for process in self._processes.values()):
                 self._give_up(self._find_cause)
             elif awaited := self._awaited:
-                awaited.seconds += WATCH_INTERVAL  # counted: nobody is late while this process is stopped itself
+                awaited.seconds += WATCH_INTERVAL  # counted, so it stands still while this process is stopped
                 if awaited.seconds >= awaited.limit:
                     self._give_up(partial(self._find_silent, awaited.limit))
         if blocked := self._awaited:
@@ -239,7 +240,7 @@ class Workers:
             for group in self._groups:
                 group.stop_waiting()
             self._reason = find_reason()
-            self._groups.clear()  # they hold the device's memory
+            self._groups.clear()  # they hold device memory
             for connection in self._connections.values():
                 _shut_down(connection)  # a worker exits when its connection breaks
             for process in self._processes.values():
@@ -247,10 +248,10 @@ class Workers:
             self._failed.set()
 
     def _find_cause(self) -> str:
-        """Find what happened to which rank.
+        """Find out which rank failed, and why.
 
-        When one has died, others may report broken connections before it is noticed. A rank that raised reports that
-        before its connections break, so what it said can be read here when the others' reports of that can.
+        After a death, others may report broken connections before the death is noticed. A rank that raises reports its
+        error before its connections break, so its report is readable before the reports of the others.
         """
         ranks = {connection: rank for rank, connection in self._connections.items()}
         reports: dict[int, str] = {}
@@ -272,7 +273,7 @@ class Workers:
         return f"rank {rank} of {self._size} failed: {summary}; {ADVICE}\n{trace}"
 
     def _find_silent(self, seconds: float) -> str:
-        """Which rank keeps rank 0 waiting, where that can be seen."""
+        """Name the rank that keeps rank 0 waiting, if that is visible."""
         stopped = [rank for rank, process in self._processes.items() if _is_stopped(process)]
         who = f"rank {stopped[0]} of {self._size} is stopped and" if stopped else "the other ranks"
         return f"{who} did not answer within {seconds:.0f} s; {ADVICE}"
@@ -286,9 +287,9 @@ class Workers:
 
 
 def _start_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[subprocess.Popen, Connection]:
-    """Start a worker's process, not by fork and without importing the caller's main module, which may have no guard."""
+    """Start a worker without fork and without importing the caller's main module, which may lack a main guard."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    environment["TQDM_DISABLE"] = "1"  # rank 0 shows the progress of all
+    environment["TQDM_DISABLE"] = "1"  # rank 0 shows the progress
     if torch.get_num_threads() > 1:  # CPU ranks share the cores
         environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // rendezvous.size))
     own, other = socket.socketpair()
@@ -303,10 +304,10 @@ def _start_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[subp
 
 
 class HeldInterrupt:
-    """A handler of Ctrl-C that notes it.
+    """A handler that records Ctrl-C.
 
     Args:
-        before: the handler in whose place it is; if that one was itself left behind, the one before it.
+        before: the handler that it replaces; if that is itself a leftover `HeldInterrupt`, the handler before it.
     """
 
     def __init__(self, before: Any) -> None:
@@ -334,7 +335,7 @@ def interrupts_held() -> Iterator[None]:
 
 
 def _is_stopped(process: subprocess.Popen) -> bool:
-    """Whether a signal has stopped one of this process's children, as far as the system tells."""
+    """Whether a signal has stopped this child process, if the system can tell."""
     with contextlib.suppress(ChildProcessError):  # it has ended
         if hasattr(os, "waitid"):  # not on macOS
             return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
@@ -342,6 +343,6 @@ def _is_stopped(process: subprocess.Popen) -> bool:
 
 
 def _shut_down(connection: Connection) -> None:
-    """Break a connection that another thread may be using: closing it would free its number for another file."""
+    """Shut a connection down that another thread may be using; closing it would free its file number for reuse."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,52 @@
+"""Tensor parallelism or replicas: the time of a decode step for 1 to 512 requests, on one GPU and on two.
+
+Two replicas share the requests of one address, so N requests in all are N / 2 on each, and a step takes what it takes
+one GPU for N / 2. Two ranks of tensor parallelism run all N in one step. Both ways use two GPUs; the faster step wins.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from benchmarks.micro import timed, with_engine
+from stage_a_naive.sampling import SamplingParams
+from stage_f_graph_tp import LLM
+
+NEEDS_GPU = True
+REQUESTS = [2**n for n in range(10)]
+PROMPT, STEPS, REPEATS = 128, 32, 3
+
+
+def measure(model: str = "random:qwen2.5-7b") -> dict:
+    """Seconds of a step with one rank and with two; needs two GPUs."""
+    rows = []
+    for ranks in (1, 2):
+        options = {"tensor_parallel_size": ranks, "max_num_seqs": REQUESTS[-1], "max_model_len": 2 * (PROMPT + STEPS)}
+        rows += with_engine(partial(step_rows, ranks), LLM, model, enable_prefix_caching=False, **options)
+    return {"rows": rows, "model": model}
+
+
+def step_rows(ranks: int, llm: LLM) -> list[dict[str, object]]:
+    return [timed(step_seconds(llm, count), ranks=ranks, requests=count) for count in REQUESTS]
+
+
+def step_seconds(llm: LLM, count: int) -> list[float]:
+    """Seconds per decode step of `count` requests: what `STEPS` more tokens for each of them take."""
+    generation_seconds(llm, count, 1 + STEPS)  # warm up
+    return [
+        (generation_seconds(llm, count, 1 + STEPS) - generation_seconds(llm, count, 1)) / STEPS for _ in range(REPEATS)
+    ]
+
+
+def generation_seconds(llm: LLM, count: int, answer: int) -> float:
+    prompts = [[(i * 131 + j * 7) % 4000 + 1 for j in range(PROMPT)] for i in range(count)]
+    start = time.perf_counter()
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def at_equal_totals(rows: list[dict]) -> list[dict]:
+    """A row per number of requests in all: the samples of tensor parallelism, and of two replicas with half of them."""
+    samples = {(row["ranks"], row["requests"]): row["samples"] for row in rows}
+    return [{"requests": n, "sharded": samples[2, n], "replicas": samples[1, max(n // 2, 1)]} for n in REQUESTS]

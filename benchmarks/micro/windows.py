@@ -1,0 +1,131 @@
+"""Layers that forget: KV memory with one pool for all layers and with one per kind of layer, and a step's time.
+
+    python -m benchmarks.micro windows                 # counted; `part=memory`
+    python -m benchmarks.micro windows part=step       # timed on a GPU, as `part=load` is
+
+*memory*: bytes that a request of Gemma 3 270M holds in decode, and requests whose blocks fit beside the weights on a
+GPU of 16 GB, in an engine for up to 32,768 tokens that divides the memory as it does.
+*step*: a decode step of requests with 30,000 tokens each, as the whole engine runs it. *load*: requests of 8,000 tokens
+in the memory of a small pool.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch
+
+from benchmarks.micro import with_engine
+from beyond import LLM, SamplingParams
+from beyond.windows.pools import Limits
+from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.floor import ModelBytes
+from stage_d_paged.config import ModelConfig
+
+MODEL, BLOCK_SIZE, DTYPE = "gemma-3-270m", 16, torch.bfloat16
+LENGTHS = (256, 2048, 8192, 16384, 32768)
+MEMORY, SHARE = 16 * 10**9, 0.9  # of a GPU, and what of it the engine takes
+STEP_TOKENS, MOST_SEQS = 2048, 512
+LONG, STEP_REQUESTS, STEPS = 30_000, (1, 8, 32), 64
+LOAD = {"requests": 64, "prompt": 8_000, "output": 64, "num_kvcache_blocks": 4096}
+
+
+def measure(part: str = "memory", repeats: int = 3) -> dict:
+    """One part of the study.
+
+    Raises:
+        ValueError: there is no such part, or no GPU that it needs.
+    """
+    parts = {"memory": count_memory, "step": time_steps, "load": time_load}
+    if part not in parts:
+        raise ValueError(f"windows has no part {part!r}; there are: {', '.join(parts)}")
+    if part == "memory":
+        return {"part": part, "rows": count_memory()}
+    if not torch.cuda.is_available():
+        raise ValueError(f"windows part={part} needs an NVIDIA GPU, and PyTorch sees none")
+    return {"part": part, "rows": parts[part](repeats)}
+
+
+def count_memory() -> list[dict]:
+    """Bytes per request, and requests that fit, for every length."""
+    config, model = ModelConfig.from_hf(preset_config(MODEL)), ModelBytes(preset_config(MODEL), DTYPE.itemsize)
+    windowed = sum(bool(kind.window) for kind in config.layers)
+    full, window = config.num_layers - windowed, max(kind.window for kind in config.layers)
+    block_bytes = BLOCK_SIZE * model.kv_bytes_per_token  # of all layers
+    of_a_layer = block_bytes // config.num_layers
+    budget = (int(MEMORY * SHARE) - model.weight_bytes) // block_bytes
+    limits = Limits(window, max(LENGTHS), MOST_SEQS, STEP_TOKENS)
+    pools = limits.divide(budget, BLOCK_SIZE, full, windowed)
+    rows = []
+    for length in LENGTHS:
+        blocks = length // BLOCK_SIZE
+        held = min(blocks, limits.held(BLOCK_SIZE))
+        fits = min(pools.full // blocks, (pools.windowed - limits.of_a_step(BLOCK_SIZE)) // held)
+        sizes = block_bytes * blocks, of_a_layer * (blocks * full + held * windowed)
+        rows.append({"length": length, "pools": 1, "bytes": sizes[0], "requests": budget // blocks})
+        rows.append({"length": length, "pools": 2, "bytes": sizes[1], "requests": fits})
+    return rows
+
+
+def time_steps(repeats: int) -> list[dict]:
+    """Seconds of a decode step behind 30,000 tokens, by the number of requests."""
+    rows = []
+    for hybrid, requests in itertools.product((False, True), STEP_REQUESTS):
+        prompts = [[(i * 37 + n) % 4000 + 1 for i in range(LONG)] for n in range(requests)]
+        samples = with_engine(
+            lambda llm, prompts=prompts: [step_seconds(llm, prompts) for _ in range(1 + repeats)][1:],
+            LLM,
+            f"random:{MODEL}",
+            device="cuda",
+            dtype="bfloat16",
+            max_model_len=32768,
+            max_num_seqs=max(STEP_REQUESTS),
+            max_num_batched_tokens=4096,
+            hybrid_kv_cache=hybrid,
+        )
+        rows.append({"pools": 1 + hybrid, "requests": requests, "samples": samples})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def step_seconds(llm: LLM, prompts: list[list[int]]) -> float:
+    """Mean seconds of a step, all requests decoding together: those of the one that was prefilled last."""
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    return min(output["metrics"]["tpot"] for output in llm.generate(prompts, params, use_tqdm=False))
+
+
+def time_load(repeats: int) -> list[dict]:
+    """Seconds of long requests that do not all fit in one pool, and how many run together."""
+    rows = []
+    prompts = [[(i * 37 + n) % 4000 + 1 for i in range(LOAD["prompt"])] for n in range(LOAD["requests"])]
+    params = SamplingParams(temperature=0.0, max_tokens=LOAD["output"], ignore_eos=True)
+    for hybrid in (False, True):
+        found = with_engine(
+            lambda llm: [load_seconds(llm, prompts, params) for _ in range(1 + repeats)][1:],
+            LLM,
+            f"random:{MODEL}",
+            device="cuda",
+            dtype="bfloat16",
+            max_model_len=8192,
+            max_num_seqs=LOAD["requests"],
+            max_num_batched_tokens=STEP_TOKENS,
+            num_kvcache_blocks=LOAD["num_kvcache_blocks"],
+            kvcache_block_size=BLOCK_SIZE,
+            enable_prefix_caching=False,
+            hybrid_kv_cache=hybrid,
+        )
+        samples, together = zip(*found, strict=True)
+        rows.append({"pools": 1 + hybrid, "together": max(together), "samples": list(samples)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def load_seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[float, int]:
+    """Seconds of all requests, and how many ran together at most."""
+    running: list[int] = []
+    scheduler = llm.engine.scheduler
+    llm.engine.reports[:] = [lambda *_: running.append(scheduler.num_running)]
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start, max(running)

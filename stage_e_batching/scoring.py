@@ -1,0 +1,36 @@
+"""Prompts that are scored while an engine serves others: one chunk between two steps, and no step waits longer."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+from stage_a_naive.contract.logprobs import PromptLogprobs
+from stage_d_paged.scoring import Scoring
+from stage_e_batching.calls import Calls
+
+
+def score_prompts(
+    prompts: list[list[int]], count: int, calls: Calls
+) -> Generator[list[PromptLogprobs] | None, None, None]:
+    """Score prompts; the caller lets steps run between two items. Close it to give the blocks back.
+
+    Args:
+        prompts: token ids that `LLM.requests` has checked.
+        count: how many of the likeliest tokens are told at every position.
+        calls: of the engine whose model and pool are used.
+
+    Yields:
+        None while prompts are left: one chunk of them has run, or too few blocks are free; at last their scores.
+    """
+    runner: Any = calls.engine.runner  # each has a model and a cache
+    scoring, scheduler = Scoring(prompts, count, runner.model, runner.kv_cache), calls.engine.scheduler
+    try:
+        while not scoring.is_done:
+            yield None
+            with calls.lock:  # no step runs
+                scoring.step(scheduler)
+        yield scoring.scores
+    finally:
+        with calls.lock:
+            scoring.end(scheduler)
