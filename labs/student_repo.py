@@ -44,7 +44,7 @@ FOR_TEACHERS = (
     "similarity.py",
 )
 TARGETS = {"test", "test-fast", "test-all", "report", "slides", "lint"}  # and those that run what is not there
-MINE_FIRST = "\nfrom labs.edition import mine_first; mine_first(__name__, __path__)  # your copies come first\n"
+MINE_FIRST = "from labs.edition import mine_first; mine_first(__name__, __path__)  # your copies come first\n"
 TRIVIAL = 12  # characters, without spaces, that a line of code has at most if it says nothing about whose it is
 SHOWN = 0.6  # of an exercise's lines, in a piece of code that says what to write
 FENCED = re.compile(
