@@ -34,6 +34,7 @@ MODULES = frozenset(
         "random",
         "re",
         "statistics",
+        "string",
         "time",
         "torch",
         "transformers",
@@ -78,21 +79,42 @@ NAMES = frozenset(
         "vars",
     }
 )
+# Refused also where a parameter or a variable has the name: it may be one of another function in the answer.
+ALWAYS = frozenset({"__builtins__", "__import__", "breakpoint", "compile", "eval", "exec", "globals", "locals", "open"})
 # What objects of an engine have too: a model has .eval() and .modules(), an engine .exit().
 HARMLESS_OF_OBJECTS = {"compile", "eval", "exit", "input", "modules"}
-ATTRIBUTES = (NAMES - HARMLESS_OF_OBJECTS) | {
-    "_getframe",
-    "f_back",
-    "f_globals",
-    "f_locals",
-    "gi_frame",
-    "monkeypatch",
-    "read_bytes",
-    "read_text",
-    "tb_frame",
-    "write_bytes",
-    "write_text",
+# What leads from a module that may be imported to the interpreter's own machinery, or to files.
+WAYS_OUT = {
+    "bltns",
+    "ctypes",
+    "f_trace",
+    "from_file",
+    "fromfile",
+    "genfromtxt",
+    "get_type_hints",
+    "loadtxt",
+    "make_dataclass",
+    "memmap",
+    "open_memmap",
+    "pythonapi",
 }
+ATTRIBUTES = (
+    (NAMES - HARMLESS_OF_OBJECTS)
+    | WAYS_OUT
+    | {
+        "_getframe",
+        "f_back",
+        "f_globals",
+        "f_locals",
+        "gi_frame",
+        "monkeypatch",
+        "read_bytes",
+        "read_text",
+        "tb_frame",
+        "write_bytes",
+        "write_text",
+    }
+)
 HARMLESS = ("__init__", "__name__", "__slots__")
 NATIVE = re.compile(
     r"#|\b(asm|__asm__|system|popen|exec[lv]p?e?|fork|vfork|kill|raise|signal|ptrace|syscall|dlopen|dlsym|mmap|mprotect|"
@@ -183,7 +205,7 @@ def _of_node(node: ast.AST, exercise: Exercise, local: set[str]) -> str | None:
             inner = {alias.name for alias in node.names} & ATTRIBUTES
             if node.level or not _may_import(node.module or "", exercise) or inner:
                 return f"import from {node.module or '.'}"
-        case ast.Name(id=name) if name in NAMES and name not in local:
+        case ast.Name(id=name) | ast.arg(arg=name) if name in ALWAYS or (name in NAMES and name not in local):
             return f"use of {name}"
         case ast.Attribute(attr=name) if name in ATTRIBUTES or _is_dunder(name):
             return f"use of .{name}"

@@ -1,10 +1,12 @@
 """Grade the submissions of a whole course: one process, or one container, per student.
 
     python -m labs.batch d submissions/ results/ --jobs 4 --tests hidden/ --seed-secret file
+    python -m labs.batch d submissions/ results/ --resume        go on after an interruption
+    python -m labs.batch d submissions/ results/ --only ada      one student again
 
-`submissions/` holds one folder or one archive per student, as `make submit` or a student's own system packs it.
+`submissions/` holds one folder or one archive per student, as `make submit`, Moodle or a student's own system packs it.
 `results/` gets one JSON per student, `summary.csv` with a row per student and the points and seconds of every exercise,
-and `similarity.csv`.
+and `similarity.csv`. The summary is complete after every student, so a run that is interrupted loses none.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hmac
 import json
 import lzma
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -23,21 +26,24 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 
 from labs import container, sandbox, similarity
 from labs.exercises import ROOT, Lab, load_labs
-from labs.lateness import Policy, moment
-from labs.report import FORMS
+from labs.lateness import FreeDays, Policy, moment
+from labs.report import FORMS, commit
 from labs.tests.support import SEED_VARIABLE
 from stage_a_naive.contract.errors import one_line
 from stage_a_naive.entrypoints.interrupts import run_command
 
 STUDENT_SECONDS = 1800.0
+MOODLE = re.compile(r"_assignsubmission_file_?$")  # how Moodle's folders end: Ada Lovelace_1234_assignsubmission_file
 UNPACKED_BYTES = 256 << 20  # that an archive may hold
 ARCHIVES = (".tar.gz", ".tar.xz", ".tar.bz2", ".tgz", ".tar", ".zip")
 # What the modules that unpack raise for an archive that is broken, encrypted or compressed in a way they do not know.
@@ -54,7 +60,7 @@ def submissions_in(folder: Path) -> dict[str, Path]:
     """Student -> folder or file. Each but the hidden ones is one, so that none is left out without a row."""
     found: dict[str, Path] = {}
     for path in sorted(path for path in folder.iterdir() if not _is_clutter(path.name)):
-        student = path.name.removesuffix(_ending(path)) if path.is_file() else path.name
+        student = path.name.removesuffix(_ending(path)) if path.is_file() else MOODLE.sub("", path.name)
         found[path.name if student in found else student] = path
     return found
 
@@ -69,26 +75,36 @@ def unpack(submission: Path, target: Path, lab: Lab) -> Path:
     """A folder with the submission's copy of the lab: of the folder itself, or of the archive's content.
 
     Of an archive only files and folders are taken, none of which can be written outside of `target`. An archive of the
-    folder around the copy will do as well.
+    folder around the copy will do as well, and so will a folder with one archive in it.
 
     Raises:
-        CANNOT_UNPACK: it is no archive, a broken one, or one that is too large.
+        CANNOT_UNPACK: it is no archive, a broken one, one that is too large, or a link.
     """
-    if submission.is_file():
-        target.mkdir()
-        ending = _ending(submission).lower()
-        if not ending:
-            raise ValueError(f"{submission.name} is none of {', '.join(ARCHIVES)}")
-        (_unpack_zip if ending == ".zip" else _unpack_tar)(submission, target)
-        submission = target
-    return _with_copy(submission, lab)
+    if submission.is_symlink():
+        raise ValueError(f"{submission.name} is a link; a submission is a folder or an archive")
+    if submission.is_dir():
+        found = _with_copy(submission, lab)
+        archives = [path for path in found.iterdir() if _ending(path) and path.is_file() and not path.is_symlink()]
+        if len(archives) != 1 or _has_copy(found, lab):
+            return found
+        [submission] = archives
+    target.mkdir()
+    ending = _ending(submission).lower()
+    if not ending:
+        raise ValueError(f"{submission.name} is none of {', '.join(ARCHIVES)}")
+    (_unpack_zip if ending == ".zip" else _unpack_tar)(submission, target)
+    return _with_copy(target, lab)
+
+
+def _has_copy(folder: Path, lab: Lab) -> bool:
+    return (folder / lab.prefix / lab.package.replace(".", "/")).exists()
 
 
 def _with_copy(folder: Path, lab: Lab) -> Path:
     """The folder that has the lab's copy: this one, or the only one in it, and so on."""
     inner = folder
-    while not (inner / lab.prefix / lab.package.replace(".", "/")).exists():
-        folders = [path for path in inner.iterdir() if path.is_dir() and not _is_clutter(path.name)]
+    while not _has_copy(inner, lab):
+        folders = [p for p in inner.iterdir() if p.is_dir() and not (p.is_symlink() or _is_clutter(p.name))]
         if len(folders) != 1:
             return folder
         [inner] = folders
@@ -159,6 +175,7 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
         report = {} if problem else json.loads(marks.read_text(encoding="utf-8"))
     row: dict[str, object] = {"student": student, "points": 0, "problem": problem}
     if report:
+        report |= {"commit": report["commit"] or commit(), "walls": args.walls}
         row |= {"points": report["points"], "notes": len(report["notes"]), "whole_stage": report["whole_stage"]}
         for mark in report["exercises"]:
             row |= {mark["id"]: mark["points"], f"{mark['id']} seconds": mark["seconds"]}
@@ -200,14 +217,61 @@ def received_in(file: Path) -> dict[str, datetime]:
         return {row["student"]: moment(row["received"]) for row in csv.DictReader(table)}
 
 
-def charge_lateness(row: dict[str, object], received: dict[str, datetime], due: datetime, policy: Policy) -> None:
-    """Take off a row's points what its student's lateness costs; one without a time is named."""
+def charge_lateness(
+    row: dict[str, object],
+    received: dict[str, datetime],
+    due: datetime,
+    policy: Policy,
+    take_free_days: Callable[[str, int], int],
+) -> None:
+    """Take off a row's points what its student's lateness costs; one without a time is named.
+
+    Args:
+        take_free_days: says how many of a student's late days cost nothing.
+    """
     student = str(row["student"])
     if student not in received:
         row["problem"] = "; ".join(filter(None, [str(row["problem"]), "no time in the table of --received"]))
         return
-    days = policy.days_late(received[student], due)
-    row |= {"days late": days, "points": round(float(row["points"]) * policy.share(days), 1)}
+    days, points = policy.days_late(received[student], due), float(str(row["points"]))
+    free = take_free_days(student, days if points else 0)
+    row |= {"days late": days, "free days": free, "points": round(points * policy.share(days - free), 1)}
+
+
+def read_summary(file: Path) -> dict[str, dict[str, object]]:
+    """Student -> row of a summary that an earlier run has written; empty where there is none."""
+    if not file.is_file():
+        return {}
+    with file.open(newline="", encoding="utf-8") as table:
+        return {row["student"]: dict(row) for row in csv.DictReader(table)}
+
+
+def write_summary(file: Path, lab: Lab, rows: Iterable[dict[str, object]]) -> None:
+    """Write the summary anew, so that whoever reads it finds a whole one."""
+    columns = ["student", "points", "problem", "days late", "free days", "notes", "whole_stage"]
+    columns += [column for exercise in lab.exercises for column in (exercise.id, f"{exercise.id} seconds")]
+    unfinished = file.with_suffix(".part")
+    with unfinished.open("w", newline="", encoding="utf-8") as table:
+        writer = csv.DictWriter(table, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    unfinished.replace(file)
+
+
+def grade_all(lab: Lab, works: dict[str, Path], results: Path, args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Grade students, `args.jobs` at a time; yields each one's row when it is done, and prints how far it is."""
+    begin = time.monotonic()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        futures = [pool.submit(grade_one, lab, s, work, results / f"{s}.json", args) for s, work in works.items()]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                row = future.result()
+                left = (time.monotonic() - begin) / done * (len(works) - done) / 60
+                said = row["problem"] or f"{row['points']} points"
+                print(f"{done}/{len(works)}  {row['student']}: {said}; about {left:.0f} min left", flush=True)
+                yield row
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -216,6 +280,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("submissions", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="students at the same time")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the summary that have no problem")
+    parser.add_argument("--only", help="a student, or several with commas; the others keep their rows")
     parser.add_argument("--tests", type=Path, help="a directory with hidden tests")
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of each student's JSON")
     parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
@@ -225,41 +291,62 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--received", type=Path, help="a table with the columns student and received, for --due")
     parser.add_argument("--late-percent", type=float, default=Policy.percent, help="of the points, per day begun")
     parser.add_argument("--late-days", type=int, default=Policy.days, help="after which nothing is left")
+    parser.add_argument(
+        "--free-days",
+        type=Path,
+        help=f"the course's table of late days that cost nothing ({FreeDays.per_course} per student, at most "
+        f"{FreeDays.per_lab} for one lab), which this command keeps; for --due",
+    )
     args = parser.parse_args(argv)
     if (args.due is None) != (args.received is None):
         parser.error("--due needs --received, and --received needs --due")
+    if args.free_days and args.due is None:
+        parser.error("--free-days needs --due and --received")
     received = received_in(args.received) if args.received else {}
-    policy = Policy(args.late_percent, args.late_days)
+    policy, free_days = Policy(args.late_percent, args.late_days), FreeDays(args.free_days, args.lab)
     args.tests = args.tests and args.tests.resolve()
-    why_not = "" if args.container else sandbox.why_not()
-    args.sandbox = not args.container and not why_not
-    if why_not:
-        print(f"note: answers run without a sandbox ({why_not}): use --container", file=sys.stderr)
+    args.walls = f"in containers of {args.container}" if args.container else sandbox.described()
+    args.sandbox = not args.container and not sandbox.why_not()
     args.secret = args.seed_secret.read_text(encoding="utf-8").strip() if args.seed_secret else ""
     lab, results = load_labs()[args.lab], args.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
+    summary, submissions = results / "summary.csv", submissions_in(args.submissions.resolve())
+    again = args.only.split(",") if args.only else list(submissions)
+    unknown = [student for student in again if student not in submissions]
+    if unknown:
+        parser.error(
+            f"no submission of {', '.join(unknown)} in {args.submissions}: --only takes {', '.join(submissions)}"
+        )
+    rows = {student: row for student, row in read_summary(summary).items() if student in submissions}
+    if args.resume or args.only:
+        again = [student for student in again if not (args.resume and student in rows and not rows[student]["problem"])]
+    else:
+        rows = {}
+    judges = commit() or "unknown"
+    print(f"lab {args.lab}: {len(again)} of {len(submissions)} submissions, commit {judges}; answers run {args.walls}")
+
+    def enter(row: dict[str, object]) -> None:
+        if args.due:
+            charge_lateness(row, received, args.due, policy, free_days.take)
+        rows[str(row["student"])] = row
+        write_summary(summary, lab, (rows[student] for student in submissions if student in rows))
+
     with tempfile.TemporaryDirectory(prefix="six-engines-batch-") as folder:
-        works, rows = {}, []
-        for student, path in submissions_in(args.submissions.resolve()).items():
+        works = {}
+        for student, path in submissions.items():
             try:
                 works[student] = unpack(path, Path(folder) / student, lab)
             except CANNOT_UNPACK as error:
-                rows.append({"student": student, "points": 0, "problem": f"cannot be unpacked: {one_line(error)}"})
-        with ThreadPoolExecutor(args.jobs) as pool:
-            rows += pool.map(lambda s: grade_one(lab, s, works[s], results / f"{s}.json", args), works)
-        for row in rows if args.due else []:
-            charge_lateness(row, received, args.due, policy)
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        with (results / "summary.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+                if student in again:
+                    enter({"student": student, "points": 0, "problem": f"cannot be unpacked: {one_line(error)}"})
+        for row in grade_all(lab, {student: works[student] for student in again if student in works}, results, args):
+            enter(row)
         pairs = similarity.similar_pairs(lab, works)
     with (results / "similarity.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["exercise", "student", "other", "similarity"])
         writer.writerows(pairs)
-    print(f"{len(rows)} submissions, {sum(bool(row['problem']) for row in rows)} with problems: {results}/summary.csv")
+    print(f"{len(rows)} submissions, {sum(bool(r['problem']) for r in rows.values())} with problems: {summary}")
     return 0
 
 

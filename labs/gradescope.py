@@ -23,6 +23,7 @@ from labs import batch, sandbox
 from labs.exercises import ROOT, load_labs
 from labs.grade import JudgeError, grade
 from labs.lateness import Policy, moment
+from labs.report import commit
 from labs.tests.support import SEED_VARIABLE
 from stage_a_naive.entrypoints.interrupts import run_command
 
@@ -54,7 +55,7 @@ exec /opt/venv/bin/python -m labs.gradescope run
 
 def pack(letter: str, target: Path, tests: Path | None, secret: str, policy: Policy) -> None:
     """Write the archive that is uploaded as the autograder."""
-    settings = {"lab": letter, "secret": secret, "policy": asdict(policy)}
+    settings = {"lab": letter, "secret": secret, "policy": asdict(policy), "commit": commit()}
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in (("setup.sh", SETUP), ("run_autograder", RUN), (SETTINGS, json.dumps(settings))):
             entry = zipfile.ZipInfo(name)
@@ -98,7 +99,7 @@ def results_of(place: Path) -> dict[str, object]:
         share = policy.share(late)
         found["score"] = round(report.points * share, 1)
         found["output"] = f"{late} days late: {share:.0%} of the points\n{found['output']}"
-    found["extra_data"] |= {"days_late": late}
+    found["extra_data"] |= {"days_late": late, "commit": settings["commit"]}  # what is packed is no checkout
     return found
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,38 @@ class Policy:
     def share(self, days_late: int) -> float:
         """The share of the points that is left."""
         return 0.0 if days_late > self.days else max(0.0, 1 - self.percent / 100 * days_late)
+
+
+@dataclass(frozen=True)
+class FreeDays:
+    """The late days of a course that cost nothing, which a table remembers from lab to lab.
+
+    Attributes:
+        table: a file with the columns `student`, `lab` and `days`, made when it is missing; None: no day is free.
+        lab: the letter of the lab that is graded.
+    """
+
+    per_course: ClassVar[int] = 4
+    per_lab: ClassVar[int] = 2
+
+    table: Path | None
+    lab: str
+
+    def take(self, student: str, days_late: int) -> int:
+        """Return how many of a student's late days cost nothing, and note them in the table."""
+        if self.table is None:
+            return 0
+        taken: dict[tuple[str, str], int] = {}
+        if self.table.is_file():
+            with self.table.open(newline="", encoding="utf-8") as file:
+                taken = {(row["student"], row["lab"]): int(row["days"]) for row in csv.DictReader(file)}
+        taken.pop((student, self.lab), None)  # of an earlier run
+        others = sum(days for (name, _), days in taken.items() if name == student)
+        free = max(0, min(days_late, self.per_lab, self.per_course - others))
+        rows = [(*key, days) for key, days in [*taken.items(), ((student, self.lab), free)] if days]
+        with self.table.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("student", "lab", "days"), *sorted(rows)])
+        return free
 
 
 def moment(text: str) -> datetime:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import os
 import re
 import shutil
@@ -86,8 +87,7 @@ def run_mini(version: int) -> str:
     Raises:
         NativeError: it does not compile, its row is not that of plain C++, or it does not end.
     """
-    from stage_f_graph_tp.megakernel import mini
-
+    mini = importlib.import_module("stage_f_graph_tp.megakernel.mini")  # by name: editions for lab C lack stage F
     _compiler()
     text = _with_answers("stage_f/mini.cu", mini.SOURCE.read_text(encoding="utf-8"))
     source = _build_folder(f"mini-{hashlib.sha256(text.encode()).hexdigest()[:16]}") / "mini.cu"

@@ -52,6 +52,7 @@ class Report:
         whole: what came of the whole stage with all functions the learner's; "" if it was not run.
         notes: what was found in the submission that earns nothing: changes in given code, files that are never run.
         tests: a hash of the tests that judged.
+        walls: what kept the answers apart from the grader, in words; "" if nothing was asked for.
     """
 
     lab: str
@@ -60,6 +61,7 @@ class Report:
     whole: str = ""
     notes: list[str] = field(default_factory=list)
     tests: str = ""
+    walls: str = ""
     graded_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
     @property
@@ -87,6 +89,7 @@ class Report:
             "notes": self.notes,
             "graded_at": self.graded_at,
             "tests": self.tests,
+            "walls": self.walls,
             "commit": commit(),
             "python": sys.version.split()[0],
             "torch": torch.__version__,
@@ -113,7 +116,7 @@ class Report:
             "output_format": "text",
             "execution_time": round(sum(mark.seconds for mark in self.marks)),
             "tests": tests,
-            "extra_data": {"commit": commit(), "tests": self.tests},
+            "extra_data": {"commit": commit(), "tests": self.tests, "walls": self.walls},
         }
 
     def as_otter(self) -> dict[str, object]:
@@ -166,6 +169,9 @@ class Report:
             whole = tr("right") if self.whole == "right" else self.whole + costs.format(lost=lost)
             lines.append("  " + tr("the whole stage, all of it yours, on the tutor: {verdict}").format(verdict=whole))
         lines += ["  " + tr("note: {note}").format(note=note) for note in self.notes]
+        lines += (
+            [f"  commit {commit() or 'unknown'}, tests {self.tests}; answers ran {self.walls}"] if self.walls else []
+        )
         return "\n".join(lines)
 
 

@@ -185,6 +185,18 @@ def why_not() -> str:
     return "; ".join(f"{wall}: {error}" for wall, error in errors.items()) if all(errors.values()) else ""
 
 
+def described(found: tuple[str, ...] | None = None) -> str:
+    """What keeps answers apart, and what does not, in words for the first line of a batch; None is what there is."""
+    found = walls() if found is None else found
+    if not found:
+        return f"WITHOUT A WALL ({why_not()}): they can do what you can; use --container"
+    lacks = {
+        (NAMESPACES,): "in namespaces, but as your user: they can read what you can",
+        (USER,): "as another user, but without namespaces: they have the network and can read what all may",
+    }
+    return lacks.get(found, "in namespaces, as another user")
+
+
 def _try_nobody(folder: Path) -> None:
     """Become one, and look whether Python and this repository can be read then."""
     if os.getuid():

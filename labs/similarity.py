@@ -86,5 +86,12 @@ def report_of(plain: dict) -> Report:
     names = Mark.__dataclass_fields__
     marks = [Mark(**{key: value for key, value in mark.items() if key in names}) for mark in plain["exercises"]]
     return Report(
-        plain["lab"], plain["title"], marks, plain["whole_stage"], plain["notes"], plain["tests"], plain["graded_at"]
+        plain["lab"],
+        plain["title"],
+        marks,
+        plain["whole_stage"],
+        plain["notes"],
+        plain["tests"],
+        plain["walls"],
+        plain["graded_at"],
     )

@@ -13,15 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 import textwrap
 from functools import cache
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from labs import bodies
 from labs.audit import STAGES
-from labs.exercises import ROOT, Exercise, all_exercises, load_labs
+from labs.exercises import LABS, ROOT, Exercise, all_exercises, load_labs
 from stage_a_naive.entrypoints.interrupts import run_command
 from tools.export import imported_files
 
@@ -42,26 +43,19 @@ FOR_TEACHERS = (
     "lateness.py",
     "similarity.py",
 )
-TARGETS = [
-    "test test-fast test-all",
-    "test",
-    "test-fast",
-    "test-all",
-    "instructor-pack",
-    "student-repo",
-    "report",
-    "soak",
-    "loops",
-    "export",
-    "site",
-    "slides",
-]
+TARGETS = {"test", "test-fast", "test-all", "report", "slides", "lint"}  # and those that run what is not there
+MINE_FIRST = "from labs.edition import mine_first; mine_first(__name__, __path__)  # your copies come first\n"
 TRIVIAL = 12  # characters, without spaces, that a line of code has at most if it says nothing about whose it is
 SHOWN = 0.6  # of an exercise's lines, in a piece of code that says what to write
 FENCED = re.compile(
     r"(?:<!-- code: ([^\s:]+)(?:::(\S+))?(?: from .*?)? -->\n)?^```\w*\n(.*?)^```$(?:\n<!-- end of code -->)?",
     re.DOTALL | re.MULTILINE,
 )
+RULE = re.compile(r"^([a-z][a-z -]*):(?![:=]).*\n((?:\t.*\n)*)", re.MULTILINE)
+FIRST_CELL = b"    sys.path.insert(0, str(ROOT / folder))\n"
+GO_ON = b"""    if folder == "notebooks":
+        import labs.edition  # a cell says what is not written yet
+"""
 LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()#\s]*)(#[^()\s]*)?\)")
 
 
@@ -123,29 +117,101 @@ def _closed(files: list[Path]) -> list[Path]:
         files = left
 
 
-def without_answers(file: Path, files: set[Path]) -> bytes:
+def exercises_in(file: PurePath) -> list[Exercise]:
+    """The exercises whose functions are missing from an edition's copy of a file."""
+    return [exercise for exercise in all_exercises() if exercise.path == str(file) and not exercise.slow]
+
+
+def without_answers(file: Path, files: frozenset[Path]) -> bytes:
     """What the edition has of a file."""
     data = (ROOT / file).read_bytes()
-    exercises = [exercise for exercise in all_exercises() if exercise.path == str(file) and not exercise.slow]
+    exercises = exercises_in(file)
     if exercises:
         text = data.decode()
         for exercise in exercises:
             text = exercise.starter_text(text)
         return text.encode()
-    rules = "|".join(map(re.escape, TARGETS))
     if file.suffix == ".md":
-        text = re.sub(rf"^make (?:{rules})\b.*\n", "", data.decode(), flags=re.MULTILINE)
-        return _with_links_to(files, file, FENCED.sub(_unless_answer, text)).encode()
+        text = _without_targets(data.decode(), missing_targets(files))
+        return _with_links_to(files, file, FENCED.sub(unless_answer, text)).encode()
     if file.suffix == ".ipynb":
         return _notebook(json.loads(data)).encode()
     if file == Path("labs/exercises.toml"):
         return _list(data.decode(), files).encode()
     if file == Path("Makefile"):
-        return re.sub(rf"^(?:{rules}):.*\n(?:\t.*\n)*", "", data.decode(), flags=re.MULTILINE).encode()
+        return _makefile(data.decode(), missing_targets(files)).encode()
+    if file == Path("labs/first_cell.py"):
+        return data.replace(FIRST_CELL, FIRST_CELL + GO_ON)
+    if str(file) in {
+        f"{folder}/__init__.py" for lab in load_labs().values() for folder in (*lab.folders, "labs/variants")
+    }:
+        return data + MINE_FIRST.encode()
     return data
 
 
-def _unless_answer(block: re.Match[str]) -> str:
+@cache
+def missing_targets(files: frozenset[Path]) -> frozenset[str]:
+    """The targets of `make` that need what an edition lacks, and those of later stages and labs."""
+    found = set(TARGETS)
+    for names, recipe in RULE.findall((ROOT / "Makefile").read_text(encoding="utf-8")):
+        modules = [
+            m.replace(".", "/") for m in re.findall(r"\b((?:benchmarks|beyond|docs|labs|tools)\.[\w.]+)", recipe)
+        ]
+        if any(files.isdisjoint({Path(f"{module}.py"), Path(f"{module}/__main__.py")}) for module in modules):
+            found.update(names.split())
+    for letter in load_labs():
+        if not any(file.match(f"stage_{letter}_*/__init__.py") for file in files):
+            found.add(f"stage-{letter}")
+        if Path(f"labs/lab_{letter}.md") not in files:
+            found.update((f"lab-{letter}", f"grade-{letter}"))
+    return frozenset(found)
+
+
+def _makefile(text: str, missing: frozenset[str]) -> str:
+    """The Makefile without the rules of these targets, and without their names in its lists."""
+    text = RULE.sub(lambda rule: "" if missing.issuperset(rule[1].split()) else rule[0], text)
+    lists = re.compile(r"^(?:\.PHONY:|\w+_TARGETS :=)(?:.*\\\n)*.*\n", re.MULTILINE)
+    text = lists.sub(lambda found: re.sub(rf" (?:{_any_of(missing)})(?=\s)", "", found[0]), text)
+    return _up_to_last(text, missing)
+
+
+def _any_of(targets: frozenset[str]) -> str:
+    return "|".join(map(re.escape, sorted(targets, key=len, reverse=True)))
+
+
+def _up_to_last(text: str, missing: frozenset[str]) -> str:
+    """A text in which `stage-a … stage-f` and its like end with the edition's last."""
+    for kind, end in (("stage", "f"), ("lab", "p"), ("grade", "p")):
+        last = [letter for letter in load_labs() if f"{kind}-{letter}" not in missing][-1]
+        text = re.sub(rf"({kind}-a`? … (?:`make )?{kind}-){end}\b", rf"\g<1>{last}", text)
+    return text
+
+
+def _without_targets(text: str, missing: frozenset[str]) -> str:
+    """A page without the commands, rows and sentences that name a target which is not there."""
+    text = _up_to_last(text, missing)
+    text = re.sub(rf"^make (?:{_any_of(missing)})(?![\w-]).*\n", "", text, flags=re.MULTILINE)
+    named = re.compile(rf"`make (?:{_any_of(missing)})(?![\w-])")
+    text = re.sub(rf"[,、] ?{named.pattern}`(?= \|)", "", text)  # the last of a list
+    kept = []
+    for block in re.split(r"(^```.*?^```\n|^\|[^\n]*\n|\n\s*\n|\n(?=[-*] ))", text, flags=re.DOTALL | re.MULTILINE):
+        if not named.search(block) or block.startswith("```"):
+            kept.append(block)
+        elif block.startswith("|"):
+            *cells, last, _ = block.split("|")
+            rest = _without_sentences(last, named)
+            kept += [] if named.search("|".join(cells)) or not rest.strip() else ["|".join([*cells, f"{rest} ", "\n"])]
+        else:
+            kept.append(_without_sentences(block, named))
+    return "".join(kept)
+
+
+def _without_sentences(text: str, named: re.Pattern[str]) -> str:
+    sentences = re.split(r"(?<=[.?!])[ \n](?=[A-Z`*\[(])|(?<=。)", text)
+    return " ".join(sentence for sentence in sentences if not named.search(sentence))
+
+
+def unless_answer(block: re.Match[str]) -> str:
     """A lesson's block of code, or in its place what there is to write."""
     path, name, code = block.groups()
     named = (exercise for exercise in all_exercises() if (exercise.path, exercise.name) == (path, name))
@@ -160,7 +226,7 @@ def _unless_answer(block: re.Match[str]) -> str:
     return f"```cpp\n{head}\n    // you write this: {exercise.id}\n}}\n```"
 
 
-def _with_links_to(files: set[Path], lesson: Path, text: str) -> str:
+def _with_links_to(files: frozenset[Path], lesson: Path, text: str) -> str:
     """A lesson whose links to what the edition lacks are plain words."""
     there = files | {parent for file in files for parent in file.parents}
 
@@ -184,7 +250,7 @@ def _notebook(notebook: dict) -> str:
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
-def _list(text: str, files: set[Path]) -> str:
+def _list(text: str, files: frozenset[Path]) -> str:
     """The list of exercises, of the edition's labs alone."""
     head, *parts = re.split(r"^(?=\[\w\]$)", text.partition("# Spoilers!")[0], flags=re.MULTILINE)
     return head + "".join(part for part in parts if Path(f"labs/lab_{part[1]}.md") in files)
@@ -202,9 +268,10 @@ def write_edition(letter: str, out: Path) -> list[Path]:
     for file in files:
         target = out / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(without_answers(file, set(files)))
+        target.write_bytes(without_answers(file, frozenset(files)))
         target.chmod((ROOT / file).stat().st_mode)
-    return files
+    shutil.copy(LABS / "templates" / "edition.py", out / "labs" / "edition.py")
+    return [*files, Path("labs/edition.py")]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from labs import audit, bodies
 from labs.exercises import Exercise, Lab
 
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
-NOT_STARTED = "not started"
+EDITION = "labs.edition"  # what a student edition adds to given code (`labs.student_repo`)
 OWN = (
     "beyond",
     "models",
@@ -70,6 +70,9 @@ def read_answer(exercise: Exercise, work: Path, audited: bool = True) -> Answer 
 
 
 def _read(file: Path, shown: Path, exercise: Exercise, audited: bool) -> Answer | None:
+    link = next((path for path in [file, *file.parents][: len(shown.parts)] if path.is_symlink()), None)
+    if link is not None:
+        raise Unusable(f"{shown}: {link.name} is a link; hand in the file itself")
     if not file.is_file():
         raise Unusable(f"{shown} is not there")
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -191,7 +194,7 @@ def _given_lines(text: str, exercises: list[Exercise]) -> tuple[list[str], list[
         # The last line of a body in braces holds the closing brace too; one in Python ends with its newline.
         last = _line(text, span.body_end) - (1 if exercise.is_python else 0)
         inside.update(range(_line(text, span.body_start), last + 1))
-    numbered = [(line, i) for i, line in enumerate(text.splitlines(), 1) if i not in inside]
+    numbered = [(line, i) for i, line in enumerate(text.splitlines(), 1) if i not in inside and EDITION not in line]
     return [line.rstrip() for line, _ in numbered], [i for _, i in numbered]
 
 

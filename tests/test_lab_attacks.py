@@ -230,11 +230,13 @@ def test_in_a_sandbox_a_right_lab_is_right(tmp_path, capsys):
 
 def test_where_there_is_no_sandbox_none_is_promised(tmp_path, monkeypatch, interpreter, capsys):
     monkeypatch.setattr(sandbox, "why_not", lambda: "no such luck")
+    monkeypatch.setattr(sandbox, "walls", tuple)
     work = submission(tmp_path / "submissions" / "ada", "a", chatml="return 0")
     assert grade.main(["a", "--work", str(work), "--sandbox"]) == 2
     assert "--sandbox cannot be had here (no such luck); grade without it" in capsys.readouterr().err
     interpreter("import sys; sys.exit(f'error: started with {sys.argv[1:]}')")
     assert batch.main(["a", str(tmp_path / "submissions"), str(tmp_path / "results")]) == 0
-    assert "answers run without a sandbox (no such luck)" in capsys.readouterr().err
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line.endswith("answers run WITHOUT A WALL (no such luck): they can do what you can; use --container")
     summary = (tmp_path / "results" / "summary.csv").read_text()
     assert "error: started with" in summary and "--sandbox" not in summary

@@ -20,6 +20,14 @@ def test_every_week_of_the_course_links_to_its_slides(end: str) -> None:
     assert [ROOT / "docs" / name for _, name in weeks] == DECKS[end]
 
 
+@pytest.mark.parametrize("end", DECKS)
+def test_the_speakers_notes_say_the_hours_of_the_weeks_labs(end: str) -> None:
+    plan = (ROOT / f"docs/course{end}").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d \| \[(?:slides|幻灯片)\].*\| ([\d.]+) \| [^|]*\|$", plan, re.MULTILINE)
+    hours = re.compile(r"^<!-- (?:合计 )?([\d.]+) (?:hours\b|小时)", re.MULTILINE)
+    assert [hours.findall(deck.read_text(encoding="utf-8"))[-1:] for deck in DECKS[end]] == [[row] for row in rows]
+
+
 @pytest.mark.parametrize("deck", sum(DECKS.values(), []), ids=lambda path: path.stem)
 def test_slides_fit_an_hour_and_the_screen_and_lead_to_what_is_there(deck: Path) -> None:
     text = deck.read_text(encoding="utf-8")

@@ -7,7 +7,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from docs.website.build import FENCE, LINK, Gatherer, main
+from docs.website.build import FENCE, LINK, Gatherer, for_students, main
+from labs.student_repo import shown
 
 pytest.importorskip("nbconvert", reason="makes pages of notebooks: pip install -e .[site]")
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,3 +76,18 @@ def test_the_site_builds_with_no_warning_and_nothing_from_elsewhere():
     elsewhere = re.compile(r'<(?:script|link)[^>]*(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)')
     assert [page.name for page in site.rglob("*.html") if elsewhere.search(page.read_text(encoding="utf-8"))] == []
     assert "阶段" in (site / "zh" / "index.html").read_text(encoding="utf-8")
+
+
+def test_students_get_no_instructors_pages_and_no_answer(tmp_path):
+    Gatherer(tmp_path, "", students=True).gather()
+    assert not (tmp_path / "labs" / "instructors.md").exists()
+    texts = {str(page.relative_to(tmp_path)): page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.md")}
+    assert any("Lab A.6" in text for name, text in texts.items() if name.startswith("source/stage_a_naive"))
+    # A variant was made from a lesson's program, and lab P hands out finished engines with something slow in them.
+    answers = [
+        (name, e.id) for name, text in texts.items() for e in shown(text) if not e.slow and "variants" not in e.path
+    ]
+    assert answers == []
+    config = for_students((ROOT / "docs" / "website" / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert "docs_dir: pages\n" in config and "site_dir: site\n" in config and "instructors.md" not in config
+    assert "paths: [../..]" in config and "build/website" not in config

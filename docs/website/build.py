@@ -7,6 +7,7 @@ MkDocs wants them, and MkDocs writes `build/website/site`:
     figures            are copied
     notebooks          become pages, with their outputs
     links to code      lead to a page with that file, or with `--repository URL` to the file there
+    --students         leaves out instructors' pages and the answers to exercises, in lessons, notebooks and code
     links to Colab     open the notebook of the repository; its badge becomes words, as no picture comes from elsewhere
     stages' classes    have pages made from their docstrings, without importing them
 """
@@ -25,6 +26,7 @@ import sys
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
+from labs import student_repo
 from labs.first_cell import with_address
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,7 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
 LIST = re.compile(r"^((?! *(?:[-*]|1\.) | *$|[|#<]).+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)  # begins below a line of text
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".cpp": "cpp", ".h": "cpp", ".toml": "toml"}
 FIGURES = (".svg", ".png", ".gif", ".webp")
+FOR_TEACHERS = PurePosixPath("labs/instructors.md")
 LEFT_OUT = ("labs/templates", "tests", ".github")  # no pages for readers
 
 
@@ -63,12 +66,16 @@ class Gatherer:
     Args:
         pages: the folder of the site's sources.
         repository: where links to code lead; "" is a page of the site for each file.
+        students: without instructors' pages and the answers to exercises.
     """
 
-    def __init__(self, pages: Path, repository: str) -> None:
+    def __init__(self, pages: Path, repository: str, students: bool = False) -> None:
         self.pages = pages
         self.repository = repository.rstrip("/")
+        self.students = students
         self.places = {file: place_of(file) for file in (*tracked(".md"), *tracked(".ipynb"))}
+        if students:
+            del self.places[FOR_TEACHERS]
         self.sources: set[PurePosixPath] = set()  # files that a page links to, and folders
 
     def gather(self) -> None:
@@ -80,12 +87,16 @@ class Gatherer:
         missing: list[str] = []
         for file, place in self.places.items():
             text = (
-                notebook_text(file, self.pages / place) if file.suffix == ".ipynb" else (ROOT / file).read_text("utf-8")
+                notebook_text(file, self.pages / place, self.students)
+                if file.suffix == ".ipynb"
+                else (ROOT / file).read_text("utf-8")
             )
+            if self.students:
+                text = student_repo.FENCED.sub(student_repo.unless_answer, text)
             text = BADGE.sub(r"[\1]", with_address(text, Path(file), self.repository))
             self.write(place, self.with_links(text, file, missing))
         for file in sorted(self.sources):
-            self.write(source_place(file), source_text(file))
+            self.write(source_place(file), source_text(file, self.students))
         for package in sorted(ROOT.glob("stage_?_*")):
             self.write(PurePosixPath("api", f"{package.name}.md"), f"# {package.name}\n\n{api_text(package)}")
         shutil.copy(ROOT / "docs" / "website" / "wide.css", self.pages)
@@ -121,6 +132,8 @@ class Gatherer:
                 return match[0]
             name, hash_sign, anchor = unquote(target).partition("#")
             found = PurePosixPath(os.path.normpath(file.parent / name))
+            if self.students and found == FOR_TEACHERS:
+                return f"{before}#"
             if (self.pages / found).is_file():  # a notebook's picture
                 return match[0]
             if not (ROOT / found).exists():
@@ -152,26 +165,34 @@ class Gatherer:
         return os.path.relpath(place, page.parent) + anchor
 
 
-def notebook_text(file: PurePosixPath, path: Path) -> str:
+def notebook_text(file: PurePosixPath, path: Path, students: bool) -> str:
     """Return a notebook as Markdown; its pictures are written beside `path`."""
     import nbconvert
+    import nbformat
 
+    notebook = nbformat.read(ROOT / file, as_version=4)
+    for cell in notebook.cells if students else []:
+        said = [str(text) for output in cell.get("outputs", []) for text in (output.get("text"), output.get("data"))]
+        for exercise in student_repo.shown("\n".join([cell.source, *said])):
+            cell.source, cell["outputs"] = f"# you write this: {exercise.id}", []
     exporter = nbconvert.MarkdownExporter()
     folder = path.with_suffix("").name + "_files"
-    text, resources = exporter.from_filename(str(ROOT / file), resources={"output_files_dir": folder})
+    text, resources = exporter.from_notebook_node(notebook, resources={"output_files_dir": folder})
     for name, content in resources["outputs"].items():
         (path.parent / name).parent.mkdir(parents=True, exist_ok=True)
         (path.parent / name).write_bytes(content)
     return text
 
 
-def source_text(file: PurePosixPath) -> str:
+def source_text(file: PurePosixPath, students: bool) -> str:
     """Return the page of a file of code, or of a folder."""
     if (ROOT / file).is_dir():
         names = sorted(path.name for path in (ROOT / file).iterdir() if not path.name.startswith((".", "__py")))
         return f"# {file}/\n\n" + "".join(f"- `{name}`\n" for name in names)
     language = LANGUAGES.get(file.suffix, "text")
     text = (ROOT / file).read_text(encoding="utf-8")
+    for exercise in student_repo.exercises_in(file) if students else []:
+        text = exercise.starter_text(text)
     ticks = "`" * (1 + max([2, *map(len, re.findall("`+", text))]))  # a fence that the text does not end
     return f'# {file.name}\n\n`{file}`\n\n{ticks}{language} linenums="1"\n{text}\n{ticks}\n'
 
@@ -182,6 +203,12 @@ def api_text(package: Path) -> str:
     return "\n\n".join(f"::: {name}" for name in names if not name.endswith(("__init__", "__main__", "loop")))
 
 
+def for_students(config: str) -> str:
+    """Return MkDocs' settings for a file in `BUILD`, without the entry of instructors' pages."""
+    kept = [line for line in config.splitlines() if str(FOR_TEACHERS) not in line]
+    return "\n".join(kept).replace("../../build/website/", "") + "\n"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m docs.website.build", description=(__doc__ or "").partition("\n")[0]
@@ -189,13 +216,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--repository", default="", help="address that links to code lead to (default: pages of the site)"
     )
+    parser.add_argument("--students", action="store_true", help="without instructors' pages and answers to exercises")
     arguments = parser.parse_args(argv)
     shutil.rmtree(BUILD, ignore_errors=True)
     try:
-        Gatherer(BUILD / "pages", arguments.repository).gather()
+        Gatherer(BUILD / "pages", arguments.repository, arguments.students).gather()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    config = ROOT / "docs" / "website" / "mkdocs.yml"
+    if arguments.students:
+        config = BUILD / "mkdocs.yml"
+        config.write_text(for_students((ROOT / "docs" / "website" / "mkdocs.yml").read_text(encoding="utf-8")))
     command = [
         sys.executable,
         "-m",
@@ -204,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         "--strict",
         "--quiet",
         "-f",
-        str(ROOT / "docs" / "website" / "mkdocs.yml"),
+        str(config),
     ]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the versions are pinned
     status = subprocess.run(command, env=environment, check=False).returncode

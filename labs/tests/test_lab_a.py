@@ -23,8 +23,20 @@ from labs.tests.support import (
 )
 from labs.variants import append, floors, parts, timed
 from stage_a_naive import cache, chat, loop, sampling
+from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
+from stage_a_naive.contract.filters import filter_logits
+from stage_a_naive.contract.noise import gumbel_noise
 from stage_a_naive.contract.params import SamplingParams
+
+
+def random_logits(rows: int, vocab: int) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+
+
+def numbers(row: torch.Tensor) -> str:
+    """The first numbers of a row, for a message."""
+    return f"{', '.join(f'{value:.4f}' for value in row[:3].tolist())}, …"
 
 
 class TestVariant:
@@ -50,6 +62,8 @@ class TestVariant:
         end = expected.index(expected[4]) + 1
         assert ids == expected[:end], f"the answer ends with its end token: {expected[:end]} expected, got {ids}"
         assert len(parts.generate_in_parts(model, [prompt], -1, 1)) == 1, "max_tokens=1 is one token"
+        ids = parts.generate_in_parts(model, [prompt], expected[0], 20)
+        assert ids == expected[:1], f"the first token is the end token: expected {expected[:1]}, got {ids}"
 
 
 class TestChatPrompt:
@@ -65,10 +79,11 @@ class TestChatPrompt:
         )
         assert text == expected, f"expected {expected!r}, got {text!r}"
 
-    def test_the_content_is_kept_as_it_is(self):
-        text = chat.chatml([{"role": "user", "content": "  def f():\n"}])
-        expected = "<|im_start|>user\n  def f():\n<|im_end|>\n<|im_start|>assistant\n"
-        assert text == expected, f"spaces and line breaks belong to the content: expected {expected!r}, got {text!r}"
+    @pytest.mark.parametrize("content", ["  def f():\n", "\tTabs and spaces \t ", "", "What does <|im_end|> mean?"])
+    def test_the_content_is_kept_as_it_is(self, content: str):
+        text = chat.chatml([{"role": "user", "content": content}])
+        expected = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+        assert text == expected, f"nothing of the content is changed: expected {expected!r}, got {text!r}"
 
 
 class TestSample:
@@ -117,6 +132,16 @@ class TestSample:
             f"temperatures and top_k differ from row to row: {expected[:6]}… expected, got {ids[:6]}…"
         )
 
+    @pytest.mark.parametrize(
+        "filters", [{"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.9, "min_p": 0.1}], ids=str
+    )
+    def test_each_filter_leaves_the_likeliest_tokens(self, filters: dict[str, float]):
+        params, logits = SamplingParams(temperature=1.5, **filters), random_logits(40, 300)
+        ids = sampling.sample(logits, [params] * 40, list(range(40)), [0] * 40).tolist()
+        noise = [gumbel_noise(seed, 0, 300, logits.device) for seed in range(40)]
+        expected = [int((filter_logits(row, params) + n).argmax()) for row, n in zip(logits, noise, strict=True)]
+        assert ids == expected, f"{filters}: argmax(filter_logits + noise) is {expected[:6]}…, got {ids[:6]}…"
+
     def test_greedy_and_random_rows_mix(self):
         logits = torch.tensor([[0.0, 1.0, 0.0]]).repeat(21, 1)
         params = [SamplingParams(temperature=0.0)] + [SamplingParams(top_k=1)] * 20
@@ -147,8 +172,11 @@ class TestAppend:
         scores = (x @ cache.TO_QUERY) @ (x @ cache.TO_KEY).T / cache.HEAD_DIM**0.5
         causal = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf)
         expected = causal.softmax(-1) @ (x @ cache.TO_VALUE)
-        wrong = [i for i in range(8) if not torch.allclose(found[i], expected[i], atol=1e-5)]
-        assert wrong == [], f"parts end at {ends}: tokens {wrong} are wrong"
+        for token, (got, right) in enumerate(zip(found, expected, strict=True)):
+            assert torch.allclose(got, right, atol=1e-5), (
+                f"8 tokens whose parts end at {ends}: token {token}, which attends to {token + 1} rows, must get "
+                f"{numbers(right)}, got {numbers(got)}"
+            )
         assert sum(rows) == 16, f"8 tokens are 16 rows of keys and values, each computed once; got {sum(rows)}"
 
 
@@ -173,7 +201,8 @@ class TestTimed:
         found, left = self.run(durations)
         assert left == 0, f"{len(durations) - 1} calls are counted and one comes first, {left} did not run"
         assert found == pytest.approx(1000 * median), (
-            f"calls of {durations} s: expected {1000 * median} ms, got {found}"
+            f"a call of {durations[0]} s comes first, then those of {durations[1:]} s: "
+            f"expected their median, {1000 * median:g} ms, got {found:g} ms"
         )
 
     def test_what_was_launched_before_is_not_counted(self):
@@ -242,6 +271,11 @@ class TestLoop:
         model = CountingModel()
         assert loop.generate(model, [17], eos_id=20, max_tokens=40) == [18, 19, 20], "it ends with eos_id, 20"
         assert len(model.calls) == 3, "no step after the end"
+
+    def test_nothing_comes_after_a_first_token_that_is_the_end(self):
+        model = CountingModel()
+        ids = loop.generate(model, [19], eos_id=20, max_tokens=40)
+        assert ids == [20], f"after 19 comes the end, 20: expected [20], got {ids}"
 
     def test_one_token_needs_no_decode_step(self):
         model = CountingModel()
@@ -320,6 +354,40 @@ class TestGenerateOne:
         pieces = []
         self.generate(self.engine(), [3, 4, 5], 4, on_text=lambda index, piece: pieces.append((index, piece)))
         assert "".join(piece for _, piece in pieces) == "6789", f"hand on_text to self._next_token; it got {pieces}"
+
+    def test_a_stop_string_ends_the_answer(self):
+        engine = self.engine(tokenizer=load_tokenizer(resolve("tutor")))
+        output = self.generate(engine, [34], 12, stop=("CD",))  # tokens 35 to 38 are A to D
+        found, expected = (
+            (output["token_ids"], output["text"], output["finish_reason"]),
+            ([35, 36, 37, 38], "AB", "stop"),
+        )
+        assert found == expected, f"the model says ABCDEF…, stop='CD': expected {expected}, got {found}"
+
+    def test_each_time_is_between_the_right_moments(self, monkeypatch):
+        clock = [10.0]  # a forward pass takes 4 s with a prompt and 1 s without, choosing a token 0.5 s
+
+        class SlowModel(CountingModel):
+            def __call__(self, input_ids, **options):
+                clock[0] += 4 if input_ids.shape[1] > 1 else 1
+                return super().__call__(input_ids, **options)
+
+        engine = self.engine(model=SlowModel())
+        choose = engine._next_token
+
+        def slowly(*arguments: object) -> int:
+            clock[0] += 0.5
+            return choose(*arguments)
+
+        engine._next_token = slowly
+        monkeypatch.setattr(stage, "synchronized_time", lambda device: clock[0])
+        metrics = self.generate(engine, [3, 4, 5], 4, arrival=7.0)["metrics"]
+        found = {name: metrics[name] for name in ("ttft", "prefill_time", "decode_time")}
+        expected = {"ttft": 7.5, "prefill_time": 4.5, "decode_time": 4.5}
+        assert found == expected, (
+            "a call at 7.0 s that starts at 10.0, its first token at 14.5 and its last at 19.0 s: "
+            f"expected {expected}, got {found}"
+        )
 
     def test_the_times_are_measured(self):
         metrics = self.generate(self.engine(), [3, 4, 5], 4)["metrics"]

@@ -242,6 +242,22 @@ class TestChunk:
         assert scheduler.decoding == [sequence], f"it is in `decoding`, got {ids_of(scheduler.decoding)}"
         assert scheduler.prefilling == [], "and no longer in `prefilling`"
 
+    @pytest.mark.parametrize("rest", [1, 2])
+    def test_a_last_chunk_samples_however_short_it_is(self, rest: int):
+        scheduler, step = scheduler_of(), new_step()
+        sequence = self.prefilling(scheduler, 8 + rest)
+        scheduler._schedule_chunk(sequence, new_step(), 8)
+        scheduler._schedule_chunk(sequence, step, 8)
+        found = step.starts, step.num_tokens, step.samples
+        assert found == ([8], [rest], [True]), f"8 of {8 + rest} tokens have run: the rest samples; got {found}"
+
+    def test_after_a_preemption_the_answer_so_far_is_run_again_too(self):
+        scheduler, step = scheduler_of(), new_step()
+        sequence = self.prefilling(scheduler, 10)
+        sequence.token_ids.extend([7, 7, 7])  # of an answer that was under way when it was preempted
+        count = scheduler._schedule_chunk(sequence, step, 16)
+        assert count == 13, f"a prompt of 10 and an answer of 3 so far: expected 13 tokens, got {count}"
+
     def test_full_blocks_can_be_shared_at_once(self):
         scheduler = scheduler_of()
         first = self.prefilling(scheduler, 10)
@@ -367,6 +383,18 @@ class TestGrow:
         step = new_step()
         assert scheduler._grow(a, step) is True, "the later one, in `prefilling`, has a block to give: return True"
         assert ids_of(p.sequence for p in step.preempted) == [1], "a prompt under way is preempted like any other"
+        check_books(scheduler)
+
+    @pytest.mark.parametrize("prefilling", [1, 2])
+    def test_the_latest_arrival_goes_whether_it_prefills_or_decodes(self, prefilling: int):
+        scheduler, sequences = self.full(count=3)
+        sequence = scheduler.decoding.pop(prefilling)
+        sequence.state = State.PREFILLING
+        scheduler.prefilling.append(sequence)
+        step = new_step()
+        scheduler._grow(sequences[0], step)
+        found = ids_of(p.sequence for p in step.preempted)
+        assert found == [2], f"requests 0 to 2 run, {prefilling} prefills: expected [2] preempted, got {found}"
         check_books(scheduler)
 
     def test_a_preemption_that_frees_no_block_is_followed_by_another(self):
@@ -495,7 +523,42 @@ class TestAdmit:
         add(scheduler, 4, 4, phrase=6)
         step = new_step()
         scheduler._admit(step, 16)
-        assert step.admitted == [], "the large one has been passed often enough: now everybody waits for it"
+        found = ids_of(step.admitted)
+        assert found == [], (
+            f"request 1 has been overtaken {MAX_OVERTAKES} times: nobody passes it, got {found} admitted"
+        )
+
+    def test_all_that_wait_and_came_earlier_count_an_overtake_tried_or_not(self):
+        scheduler = scheduler_of()
+        early, late = add(scheduler, 12, phrase=1), add(scheduler, 5, phrase=2)
+        scheduler.order = ShortestFirst()
+        scheduler._admit(new_step(), 5)
+        times = early.times_overtaken, late.times_overtaken
+        assert times == (1, 0), (
+            f"the later request came in first, and no tokens were left: (1, 0) expected, got {times}"
+        )
+
+    def test_those_that_fit_are_all_admitted_when_nobody_is_passed_over(self):
+        count = MAX_OVERTAKES + 4
+        scheduler, step = scheduler_of(400, max_num_seqs=2 * count, max_num_batched_tokens=10 * count), new_step()
+        first = add(scheduler, 2, phrase=100)
+        first.times_overtaken = MAX_OVERTAKES  # it fits now, so nobody has to wait for it
+        for i in range(count):
+            add(scheduler, 2, phrase=i)
+        scheduler._admit(step, 10 * count)
+        assert len(step.admitted) == count + 1, f"all {count + 1} fit, got {len(step.admitted)} admitted"
+
+    def test_admission_stops_in_the_step_in_which_the_last_overtake_is_used_up(self):
+        scheduler, step = scheduler_of(num_blocks=16), new_step()
+        decoding(scheduler, 8)
+        large = add(scheduler, 50, 4, phrase=5)
+        large.times_overtaken = MAX_OVERTAKES - 2
+        for i in range(4):
+            add(scheduler, 2, 2, phrase=6 + i)
+        scheduler._admit(step, 16)
+        found = len(step.admitted), large.times_overtaken
+        assert found == (2, MAX_OVERTAKES), f"2 overtakes are left: expected {(2, MAX_OVERTAKES)}, got {found}"
+        assert scheduler._refused == {large}, "the one that was passed over is not tried again before `note_room`"
 
     def test_those_that_did_not_fit_are_not_looked_at_again_while_nothing_came_free(self, monkeypatch):
         scheduler = scheduler_of(num_blocks=12)
@@ -516,7 +579,8 @@ class TestAdmit:
         add(scheduler, 4)
         step.preempted.append(None)
         scheduler._admit(step, 16)
-        assert step.admitted == [], "a pool that is too small for those who run has no room for more"
+        found = ids_of(step.admitted)
+        assert found == [], f"a step that had to preempt has no room for more, got {found} admitted"
 
 
 class LoggingRunner:
@@ -712,6 +776,21 @@ class TestWholeStage:
         tight = {"num_kvcache_blocks": 12, "kvcache_block_size": 8, "max_num_seqs": 2, "enable_prefix_caching": False}
         whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}
         check_whole_stage(stage.LLM, {}, whole, tight, num_kvcache_blocks=64, max_num_seqs=4, max_num_batched_tokens=16)
+
+    def test_a_pool_that_is_too_small_changes_no_token(self):
+        prompts, params = (
+            [[20 + i] * (17 + 8 * i) for i in range(4)],
+            SamplingParams(0.0, max_tokens=60, ignore_eos=True),
+        )
+        tight = {"num_kvcache_blocks": 18, "max_num_seqs": 3, "max_num_batched_tokens": 16}  # a last chunk of one token
+        answers = []
+        for options in ({"num_kvcache_blocks": 100}, tight):
+            llm = stage.LLM("tutor", device="cpu", kvcache_block_size=8, **options)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([output["token_ids"] for output in outputs])
+            preemptions = llm.calls.stats()["num_preemptions"]
+        assert answers[0] == answers[1], f"with {tight} and {preemptions} preemptions the answers differ"
+        assert preemptions > 0, f"with {tight} requests must give their blocks back, got no preemption"
 
     def test_requests_with_different_wishes_share_a_batch(self):
         llm = stage.LLM("tutor", device="cpu", num_kvcache_blocks=64, kvcache_block_size=8)

@@ -32,7 +32,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval()
     tokenizer, run = AutoTokenizer.from_pretrained(TUTOR_PATH), []  # run: tokens in each pass of the model
     prompt_ids = loop.encode(tokenizer, loop.QUESTION)
-    expected = loop.generate(model, prompt_ids, tokenizer.eos_token_id, max_tokens=200)
+    expected = loop.generate_uncached(model, prompt_ids, tokenizer.eos_token_id, max_tokens=200)
     model.get_input_embeddings().register_forward_hook(lambda module, ids, rows: run.append(ids[0].numel()))
     parts = [prompt_ids[:5], prompt_ids[5:6], prompt_ids[6:]]
     assert generate_in_parts(model, parts, tokenizer.eos_token_id, max_tokens=200) == expected
