@@ -336,11 +336,27 @@ def test_texts_have_enough_contrast_in_light_and_dark(server, page, calls, schem
     assert len(contrasts) > 60 and [text for ratio, text in contrasts if ratio < 4.5] == []
 
 
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_two_hundred_requests_are_on_one_screen_and_a_phone_has_details_on_demand(server, page, calls, size):
+    width, height = size
+    page.set_viewport_size({"width": width, "height": height})
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.evaluate(DRAW, busy(calls, 200))
+    assert page.evaluate("document.querySelector('.engine').scrollHeight") <= height
+    is_phone = width < 900
+    assert page.locator("#more").is_visible() == is_phone and page.locator("#table").is_visible() != is_phone
+    if is_phone:
+        page.click("#more summary")
+        assert page.locator("#table").is_visible()
+
+
 def test_on_a_phone_nothing_is_wider_than_the_screen(server, page, calls):
     page.set_viewport_size({"width": 375, "height": 720})
     page.goto(server.url)
     wait(page, "#status", "idle")
     page.evaluate(DRAW, busy(calls, 500))
+    page.click("#more summary")
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
 
 
@@ -588,6 +604,7 @@ def test_a_conversation_stays_when_the_page_is_loaded_again(server, page):
         page.wait_for_selector(".end")
         page.wait_for_selector("#send:enabled")
         assert len([one for one in asked if one][-1]["messages"]) == turns
+        assert page.locator(".message").count() == turns + 1
         page.reload()
         assert page.locator(".message").count() == turns + 1
     page.click("#clear")
