@@ -570,7 +570,8 @@ def test_an_answer_that_is_cut_off_says_so_goes_on_and_stays_in_sight(server, ll
     assert page.evaluate(gap) < 40
 
 
-MARKDOWN = "# Cache\n**old** keys and `k < 2`:\n- one\n  1. two\n```py\nif k < 2: **p\n```\n<img src=x onerror=alert(1)> <b>x</b>"
+MARKDOWN = "# Cache\n**old** keys and `k < 2`:\n- one\n  1. two\n```py\nif k < 2: **p\n```\n"
+MARKDOWN += "<img src=x onerror=alert(1)> <b>x</b>"
 
 
 def test_an_answer_is_shown_as_markdown_and_its_html_is_text(server, page):
@@ -621,7 +622,11 @@ def test_a_button_that_there_is_not_is_refused(server, action):
 def test_the_page_loads_nothing_from_elsewhere(server):
     page = get(server, "/")
     assert page.headers["content-security-policy"].startswith("default-src 'self'")
-    linked = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {"/page/markdown.js", "/page/server.js", "/page/words.js"}
+    linked = set(re.findall(r'(?:src|href)="([^"]*)"', page.text)) | {
+        "/page/markdown.js",
+        "/page/server.js",
+        "/page/words.js",
+    }
     lessons = {path for path in linked if path.startswith("/lesson/")}
     assert lessons and all("# " in get(server, path).text for path in lessons)
     own = linked - lessons
