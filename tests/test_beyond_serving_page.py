@@ -336,11 +336,27 @@ def test_texts_have_enough_contrast_in_light_and_dark(server, page, calls, schem
     assert len(contrasts) > 60 and [text for ratio, text in contrasts if ratio < 4.5] == []
 
 
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_two_hundred_requests_are_on_one_screen_and_a_phone_has_details_on_demand(server, page, calls, size):
+    width, height = size
+    page.set_viewport_size({"width": width, "height": height})
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.evaluate(DRAW, busy(calls, 200))
+    assert page.evaluate("document.querySelector('.engine').scrollHeight") <= height
+    is_phone = width < 900
+    assert page.locator("#more").is_visible() == is_phone and page.locator("#table").is_visible() != is_phone
+    if is_phone:
+        page.click("#more summary")
+        assert page.locator("#table").is_visible()
+
+
 def test_on_a_phone_nothing_is_wider_than_the_screen(server, page, calls):
     page.set_viewport_size({"width": 375, "height": 720})
     page.goto(server.url)
     wait(page, "#status", "idle")
     page.evaluate(DRAW, busy(calls, 500))
+    page.click("#more summary")
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
 
 
@@ -554,14 +570,8 @@ def test_an_answer_that_is_cut_off_says_so_goes_on_and_stays_in_sight(server, ll
     assert page.evaluate(gap) < 40
 
 
-MARKDOWN = """# Cache
-**old** keys and `k < 2`:
-- one
-  1. two
-```py
-if k < 2: **p
-```
-<img src=x onerror=alert(1)> <b>x</b>"""
+MARKDOWN = "# Cache\n**old** keys and `k < 2`:\n- one\n  1. two\n```py\nif k < 2: **p\n```\n"
+MARKDOWN += "<img src=x onerror=alert(1)> <b>x</b>"
 
 
 def test_an_answer_is_shown_as_markdown_and_its_html_is_text(server, page):
@@ -595,6 +605,7 @@ def test_a_conversation_stays_when_the_page_is_loaded_again(server, page):
         page.wait_for_selector(".end")
         page.wait_for_selector("#send:enabled")
         assert len([one for one in asked if one][-1]["messages"]) == turns
+        assert page.locator(".message").count() == turns + 1
         page.reload()
         assert page.locator(".message").count() == turns + 1
     page.click("#clear")

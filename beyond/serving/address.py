@@ -1,4 +1,4 @@
-"""Where the server listens. Without PyTorch: a port that is taken is told at once."""
+"""Open the port that the server listens on. No PyTorch here, so a port that is taken is reported at once."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Answer:
         requests: one for each choice.
         model: the model's name.
         tokenizer: to write tokens out where their log-probabilities are asked for.
-        splits_reasoning: whether a chat's answer tells its reasoning apart. Not where it must have a form: it has none.
+        splits_reasoning: whether to separate a chat's reasoning from its answer; structured output has no reasoning.
 
     Attributes:
         num_choices: of the whole answer, those to all prompts.

@@ -1,4 +1,4 @@
-"""The HTTP API: who may ask, what an answer looks like on the wire, and what becomes of errors.
+"""The HTTP API: access, endpoints, the JSON of answers, and errors.
 
     request -> [key? small enough? JSON?] -> protocol.py -> AsyncLLM.submit -> events -> answers.py -> HTTP
 
@@ -129,7 +129,7 @@ class Api:
         ]
         return App(routes, self._log)
 
-    # ---- the door -----------------------------------------------------------------------------------------------
+    # ---- access and bodies --------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Endpoint:
         """Make an endpoint for clients with the key."""

@@ -107,7 +107,7 @@ class AsyncLLM:
     Other threads of the program may go on calling `llm.generate`: their requests join the same batches.
 
     Args:
-        llm: the engine; it runs in a thread of this process, or, given a `RemoteLLM`, in a process of its own.
+        llm: the engine; it runs in a thread of this process or, as a `RemoteLLM`, in another process.
         max_queue: requests that may wait beside those that fill the engine's batch slots.
         health_seconds: that the engine may be silent for and still count as healthy.
     """
@@ -266,7 +266,7 @@ class AsyncLLM:
         return self.num_unfinished == 0
 
     async def close(self) -> None:
-        """End the engine's thread or process; what has not ended is told so. A second call does nothing."""
+        """End the engine's thread or process; unfinished requests get an error. A second call does nothing."""
         self.draining = True
         self.engine_loop.close()
         await asyncio.to_thread(self.engine_loop.join)

@@ -1,4 +1,4 @@
-"""One client's connection: how much a request's head may hold, how long it may be silent, what bad HTTP is told.
+"""One client's connection: limits on the head of a request and on silence, and the answer to bad HTTP.
 
 h11 reads HTTP/1.1, and uvicorn runs the application on what it has read. What is added here keeps one client from
 ending the server or stalling the others:

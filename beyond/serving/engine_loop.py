@@ -68,7 +68,7 @@ class Inbox(Protocol):
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own.
+    """Run an engine in its own thread.
 
     Args:
         calls: of an engine of stage E or later.
@@ -126,7 +126,7 @@ class EngineLoop:
         return future
 
     def close(self) -> None:
-        """End the thread after its current step; what has not ended is told that it will not."""
+        """End the thread after its current step; unfinished requests get an error."""
         self.closed = True
         self._inbox.put(lambda: None)  # wakes the thread up
 

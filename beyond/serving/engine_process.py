@@ -34,7 +34,7 @@ END_SECONDS = 20  # for the step that runs, and for what an engine does at its e
 
 
 class EngineProcess:
-    """Starts an engine in a process of its own, neither by fork nor with the caller's main module.
+    """Start an engine in another process, neither by fork nor with the caller's main module.
 
     Args:
         engine: `module:class`.

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: the OpenAI API's error object, with the status that fits."""
+"""Errors for clients: the OpenAI API's error object, with an HTTP status."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ClientGone(Exception):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Turn an exception into what the client is told. What no request caused is logged, and told without details."""
+    """Turn an exception into an error for the client. Errors that no request caused are logged, and sent bare."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, GrammarError):  # one that was compiled, and got stuck in the middle of an answer

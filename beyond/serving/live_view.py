@@ -40,7 +40,7 @@ MEDIA_TYPES[".md"] = "text/plain"  # a browser would offer Markdown for download
 # The browser loads nothing from elsewhere, runs no script but the page's own, and shows it in no other site's frame.
 HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'", "Cache-Control": "no-cache"}
 PICTURE_SECONDS = 0.05
-SILENT_SECONDS = 2  # after which the page is told that there is no picture
+SILENT_SECONDS = 2  # without a picture, after which the page says so
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = (  # that the page's words lead to
     "docs/glossary.md", "beyond/serving/page.md", "beyond/speculation/README.md", "beyond/structured/README.md",

@@ -1,7 +1,7 @@
 """A server that streams: an event loop waits for all clients, and one thread runs the steps for all their requests.
 
 A function that an *event loop* runs hands the thread back at every `await`, so one thread can serve all clients. A step
-never waits and would stop them all: the engine has a thread of its own. Requests cross in one queue, which the engine
+never waits and would stop them all: the engine runs in another thread. Requests cross in one queue, which the engine
 empties between two steps, and tokens in one queue per request. Try `curl -N 127.0.0.1:8000/What%20is%20decode`. With
 `--once` the program asks itself eight questions, in turn and at once. The answers are those of stage E's loop.
 """

@@ -9,18 +9,15 @@ Whether a stop string or the model itself ended an answer is not told apart: the
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from beyond.serving.protocol import RequestError, check_fields
-from beyond.serving.translation import Events, only_text, translated
+from beyond.serving.translation import Chats, Events, only_text, translated
 from stage_a_naive.contract.errors import shown
-
-if TYPE_CHECKING:
-    from beyond.serving.app import Api
 
 CONVERSATION = {"model", "system", "messages", "thinking", "output_config"}
 SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")  # fields that chats have, too
@@ -35,7 +32,7 @@ class Messages:
         api: which answers chats.
     """
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Chats) -> None:
         self._api = api
 
     def routes(self) -> list[Route]:
@@ -160,7 +157,7 @@ class MessageEvents:
             yield "message_stop", {}
 
     def _open(self, kind: str) -> Events:
-        """Open a block, if that of its kind is not open."""
+        """Open a block of this kind, unless one is open."""
         if kind == self._kind:
             return
         if self._index >= 0:

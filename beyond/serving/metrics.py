@@ -49,7 +49,7 @@ class RequestMetrics:
     """The histograms and the ends of requests, filled event by event.
 
     Args:
-        engine_pid: of the engine's process, if it has one of its own.
+        engine_pid: process id of the engine, if it runs in another process.
     """
 
     def __init__(self, engine_pid: int | None = None) -> None:

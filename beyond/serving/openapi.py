@@ -201,7 +201,7 @@ def _table(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """Say in words what a field's value may be."""
+    """Describe the values that a field may have."""
     if "anyOf" in schema:
         return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
     if schema.get("type") == "array":

@@ -1,4 +1,4 @@
-"""The engine's thread in a process of its own: an `EngineLoop` whose callers are at the other end of two pipes.
+"""The engine's thread in another process: an `EngineLoop` whose callers are at the other end of two pipes.
 
 The thread reads the commands itself, between two steps. A second thread that read them would need the interpreter just
 while a step is planned, and every command would wait for its turn.

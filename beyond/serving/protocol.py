@@ -86,9 +86,9 @@ class Ask:
         echo: whether each answer begins with its prompt.
         prompt_logprobs: the likeliest tokens to tell at every position of the prompts; None tells nothing of them.
         template_kwargs: arguments of the chat template.
-        generates: whether an answer has tokens of its own; else only the prompts are asked about.
+        generates: whether to generate tokens; otherwise only prompts are scored.
         tools: which the model may call; None if it knows of none.
-        form_field: the field that asks for a form, for errors.
+        form_field: the field that asks for structured output, for errors.
     """
 
     prompts: list
@@ -357,7 +357,7 @@ def _sampling_params(
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> Any:
-    """The form that the answer must have, as `SamplingParams` has it; OpenAI's `response_format` is such a form."""
+    """Return the structured output that a body asks for, by `response_format` or `structured_outputs`."""
     wanted = fields.get("response_format")
     if wanted is None:
         return fields.get("structured_outputs")

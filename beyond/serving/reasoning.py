@@ -20,7 +20,7 @@ class ChatOptions:
 
     Attributes:
         template_kwargs: arguments of the chat template; those of a request win.
-        reasoning_parser: one of `PARSERS`, or None: then answers are told as the model wrote them.
+        reasoning_parser: one of `PARSERS`, or None, which leaves answers as the model wrote them.
     """
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -157,7 +157,7 @@ class RemoteLoop:
         return future
 
     def close(self) -> None:
-        """End the engine after its current step; what has not ended is told that it will not."""
+        """End the engine after its current step; unfinished requests get an error."""
         if not self.closed:
             self.closed = True
             self._loop.remove_writer(self._commands)

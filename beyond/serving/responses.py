@@ -9,17 +9,14 @@ not have. Fields: https://platform.openai.com/docs/api-reference/responses/creat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from beyond.serving.protocol import WHO_ASKS, RequestError, check_fields
-from beyond.serving.translation import Events, only_text, translated
+from beyond.serving.translation import Chats, Events, only_text, translated
 from stage_a_naive.contract.errors import shown
-
-if TYPE_CHECKING:
-    from beyond.serving.app import Api
 
 SAME = WHO_ASKS | {"model", "stream", "temperature", "top_p"}  # fields that chats have, too
 FIELDS = SAME | {"input", "instructions", "max_output_tokens", "text", "metadata"}
@@ -34,7 +31,7 @@ class Responses:
         api: which answers chats.
     """
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Chats) -> None:
         self._api = api
 
     def routes(self) -> list[Route]:
@@ -189,7 +186,7 @@ class ResponseEvents:
         return {"item_id": _name(chunk, self._kind[:3]), "output_index": len(self._items), "content_index": 0}
 
     def _open(self, chunk: dict[str, Any], kind: str) -> Events:
-        """Open an item, if that of its kind is not open."""
+        """Open an item of this kind, unless one is open."""
         if kind == self._kind:
             return
         if self._kind:

@@ -1,6 +1,6 @@
 """Find the calls of tools in the text of an answer, while it comes.
 
-A call is told in pieces, as OpenAI's API streams it: first its id and name, then its arguments, a piece per token. They
+A call is sent in pieces, as OpenAI's API streams it: first its id and name, then its arguments, a piece per token. They
 are passed on as the model wrote them: their end is found by counting brackets, not by reading the JSON. An answer that
 is complete goes through the same code, in one piece. Text that may yet turn out to begin a call is held back, and what
 begins like a call but has no name is text after all.

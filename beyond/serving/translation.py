@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from beyond.serving.answers import as_json
@@ -17,11 +17,27 @@ from stage_a_naive.contract.errors import shown
 Events = Iterable[tuple[str, dict[str, Any]]]  # the name of each, and what it says
 
 
+class Chats(Protocol):
+    """The API that answers chats, as far as other APIs need it."""
+
+    def post(self, handler: Callable[..., Awaitable[ASGIApp]], /) -> ASGIApp:
+        """Make a guarded endpoint whose `handler` gets the JSON of the body."""
+        ...
+
+    async def chat_completions(self, body: Any) -> ASGIApp:
+        """Answer `POST /v1/chat/completions`."""
+        ...
+
+    async def tokenize(self, body: object) -> Response:
+        """Answer `POST /tokenize`."""
+        ...
+
+
 def translated(chat: ASGIApp, whole: Callable[[dict], dict], chunk: Callable[[dict], Events]) -> ASGIApp:
     """Return the answer to a chat in the words of another API.
 
     Args:
-        chat: what `Api.chat_completions` returned.
+        chat: what `Chats.chat_completions` returned.
         whole: translates a complete answer.
         chunk: translates one chunk of a stream, or an error in its place, into events.
     """

@@ -81,7 +81,6 @@ async function busy(work) {
   }
   running = null;
   setBusy(false);
-for (const turn of conversation) show(turn.role, turn.content).turn = turn;
 }
 
 function setBusy(busy) {

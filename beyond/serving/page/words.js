@@ -41,7 +41,7 @@ const CHINESE = {
   "The engine is gone: {why}. Start it again with make serve; this page connects by itself.": "引擎已停止：{why}。请用 make serve 重新启动，本页会自动连接。",
   "the server does not answer": "服务器没有响应", "the server was ended": "服务器已关闭",
   "The last step failed: {why}. The requests that ran ended with this error.": "上一步失败：{why}。运行中的请求都以此错误结束。",
-  "The words on this page": "本页用语", "prefill, decode": "预填充（prefill）、解码（decode）",
+  Details: "更多", "The words on this page": "本页用语", "prefill, decode": "预填充（prefill）、解码（decode）",
   "The prompt is computed many tokens at a time, the answer one token per step.": "提示一次计算许多 token，回答每步一个 token。",
   "block, block table": "块（block）、块表（block table）",
   "The KV cache is a pool of blocks. The table of a request says which block of the pool holds its first tokens, its next, and so on.": "KV cache 是一池块。请求的块表依次写明它的 token 存在池中哪些块里。",
