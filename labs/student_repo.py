@@ -36,6 +36,7 @@ TOPS += ["tools/__init__.py", "tools/doctor.py"]
 LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "results", "history", "local", "mutations.toml"}
 FOR_TEACHERS = (
     "instructors.md",
+    "instructors.zh-CN.md",
     "pack.py",
     "batch.py",
     "container.py",
@@ -188,7 +189,7 @@ def _up_to_last(text: str, missing: frozenset[str]) -> str:
 
 
 def _without_targets(text: str, missing: frozenset[str]) -> str:
-    """A page without the commands, rows and sentences that name a target which is not there."""
+    """Return a text without the commands, rows and sentences that name a missing target."""
     text = _up_to_last(text, missing)
     text = re.sub(rf"^make (?:{_any_of(missing)})(?![\w-]).*\n", "", text, flags=re.MULTILINE)
     named = re.compile(rf"`make (?:{_any_of(missing)})(?![\w-])")

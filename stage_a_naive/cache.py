@@ -2,8 +2,7 @@
 
 Four tokens arrive one after another. Each attends with its query to the keys and values of all tokens so far. If they
 are recomputed for every token, that makes 1 + 2 + 3 + 4 rows of keys, and the same number of values. A row depends only
-on its token (in deeper layers also on earlier tokens, never on later ones), so it can be kept, and every token adds one
-row of each.
+on its token (in deeper layers also on earlier ones, never on later ones). So it is kept, and a token adds one row each.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """The idea of an inference engine on one screen: generate a text without a KV cache, then with one.
 
-Both choose the same tokens. `python -m stage_a_naive.loop` prints how many tokens each runs through the model, and the
-time.
+Both choose the same tokens. `python -m stage_a_naive.loop` prints how many tokens each one runs, and the time.
 """
 
 from timeit import repeat

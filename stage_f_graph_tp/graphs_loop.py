@@ -3,8 +3,7 @@
 A kernel of a small decode step runs for a few microseconds, and Python takes longer to launch it: the GPU waits.
 But every step makes the same calls, as stage B's works on fixed memory. So record them once, with all arguments, and
 let one call repeat them all: on a GPU, a CUDA graph. It contains no Python: an `if` has taken one branch for good.
-Values that change must be in memory, like the token: a replay writes it where the next one reads it. The answers equal
-those of stage B's loop.
+Values that change must be in memory, like the token: a replay writes it where the next one reads it.
 """
 
 from collections.abc import Callable

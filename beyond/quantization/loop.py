@@ -5,8 +5,7 @@ number of a row is stored as 127, so the *scale* of the row is `largest / 127`, 
 multiple of it. The row 0.31, -1.27, 0.02, 0.95 has the scale 0.01 and becomes 31, -127, 2, 95. No number is off by more
 than half a scale. And a product needs a scale only once per output: y = Σ (s q) x = s Σ q x.
 `python -m beyond.quantization.loop` prints the bytes of the matrices (the tutor's are float32: a quarter is left) and
-the first token that is not stage D's. With 8 bits no token differs; 3 bits (7 values) show that rounding can change
-one.
+the first token that is not stage D's. With 8 bits there is none. With 3 bits (7 values) there is one.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,7 @@
 A model that is too large for one GPU can be cut between its layers. Stage 0 runs the first half and sends the hidden
 states to stage 1, which runs the rest and chooses the next tokens. Stage 0 needs these for its next step: with one
 batch in flight, a stage is idle in every second slot of time, which is the *bubble*. With two, stage 0 runs one batch
-while stage 1 runs the other. This program draws the slots and counts the idle ones; the answers equal those of stage
-D's loop.
+while stage 1 runs the other. This program draws the slots and counts the idle ones. The answers equal stage D's.
 """
 
 from types import SimpleNamespace

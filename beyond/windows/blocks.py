@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 
+from beyond.speculation.rows import ShrinkingBlockManager
 from beyond.windows.pools import HybridKVCache
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
@@ -213,15 +215,9 @@ class HybridBlockManager(BlockManager):
 
     def shrink(self, sequence: Sequence) -> None:
         """Free the blocks past a sequence's computed tokens, those of guesses that were wrong."""
-        table, num_blocks = sequence.block_table, self.blocks_for(sequence.num_computed_tokens)
-        if len(table) <= num_blocks:
-            return
-        self.windows.shorten(sequence, num_blocks)
-        while len(table) > num_blocks:
-            block = table.pop()
-            self._ref_counts[block] = 0
-            self._free[block] = None
-            self._free.move_to_end(block, last=False)
+        if len(sequence.block_table) > (num_blocks := self.blocks_for(sequence.num_computed_tokens)):
+            self.windows.shorten(sequence, num_blocks)
+            ShrinkingBlockManager.shrink(cast("ShrinkingBlockManager", self), sequence)
 
     def check_invariants(self, sequences: Iterable[Sequence] | None = None) -> None:
         sequences = None if sequences is None else list(sequences)

@@ -3,8 +3,7 @@
 A decode step takes as long as reading the weights: two GPUs that read one half each could take half as long, if they
 rarely wait for each other. With half of the rows of W, a process computes half of y = W x, from all of x. With half of
 the columns it needs half of x, and gets a part of every number: y = W₀ x₀ + W₁ x₁. So cut the first of two matrices by
-rows and the second by columns: the second matrix needs exactly the half that the process has, and only the results of
-the second are added up.
+rows and the second by columns: the process has the half that the second one needs, and only its results are added up.
 
     process 0   x ─► QKV, half the heads ─► attention ─► output ─┐
     process 1   x ─► QKV, the others ─────► attention ─► output ─┴─ sum ─► x ─► gate-up ─► SwiGLU ─► down … sum ─► x
