@@ -37,7 +37,7 @@ FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
 LIST = re.compile(r"^((?! *(?:[-*]|1\.) | *$|[|#<]).+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)  # begins below a line of text
 LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".cpp": "cpp", ".h": "cpp", ".toml": "toml"}
 FIGURES = (".svg", ".png", ".gif", ".webp")
-FOR_TEACHERS = PurePosixPath("labs/instructors.md")
+FOR_TEACHERS = {PurePosixPath(f"labs/instructors{end}") for end in (".md", ".zh-CN.md")}
 LEFT_OUT = ("labs/templates", "tests", ".github")  # no pages for readers
 
 
@@ -75,7 +75,7 @@ class Gatherer:
         self.students = students
         self.places = {file: place_of(file) for file in (*tracked(".md"), *tracked(".ipynb"))}
         if students:
-            del self.places[FOR_TEACHERS]
+            self.places = {file: place for file, place in self.places.items() if file not in FOR_TEACHERS}
         self.sources: set[PurePosixPath] = set()  # files that a page links to, and folders
 
     def gather(self) -> None:
@@ -132,7 +132,7 @@ class Gatherer:
                 return match[0]
             name, hash_sign, anchor = unquote(target).partition("#")
             found = PurePosixPath(os.path.normpath(file.parent / name))
-            if self.students and found == FOR_TEACHERS:
+            if self.students and found in FOR_TEACHERS:
                 return f"{before}#"
             if (self.pages / found).is_file():  # a notebook's picture
                 return match[0]
@@ -205,7 +205,7 @@ def api_text(package: Path) -> str:
 
 def for_students(config: str) -> str:
     """Return MkDocs' settings for a file in `BUILD`, without the entry of instructors' pages."""
-    kept = [line for line in config.splitlines() if str(FOR_TEACHERS) not in line]
+    kept = [line for line in config.splitlines() if not any(str(page) in line for page in FOR_TEACHERS)]
     return "\n".join(kept).replace("../../build/website/", "") + "\n"
 
 
