@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 
-from beyond.quantization.formats import FORMATS, dequantize_matrix, quantize_matrix
 from beyond.quantization.floor import QuantizedBytes
+from beyond.quantization.formats import FORMATS, dequantize_matrix, quantize_matrix
 from beyond.quantization.options import QuantizationOptions
 from stage_a_naive import SamplingParams, loop
 from stage_a_naive.checkpoints.presets import preset_config

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from beyond.experts.layers import expert_by_expert, make_sparse_mlp
+from beyond.experts.layers import Compute, expert_by_expert, make_sparse_mlp
 from beyond.options import Options
 from stage_a_naive.checkpoints.experts import ExpertTensors
 from stage_a_naive.checkpoints.loading import ModelSource
@@ -29,7 +29,13 @@ def with_experts(formats: Formats, source: ModelSource, options: Options, device
             f"tensor_parallel_size={options.tensor_parallel_size}: {source.name} has experts, which are not divided "
             "among ranks here; use pipeline_parallel_size"
         )
-    compute = expert_by_expert
+    compute: Compute = expert_by_expert
+    if device.type == "cuda":
+        if config.activation != "silu":
+            raise ValueError(f"experts with the activation {config.activation} run on a CPU alone; use device='cpu'")
+        from beyond.experts.fused_layers import triton_experts  # here: only a GPU needs Triton
+
+        compute = partial(triton_experts, pdl=options.uses("pdl"))
     count = max(kind.experts.count for kind in config.layers if kind.experts)
 
     def open_tensors(*given: object) -> TensorSource:

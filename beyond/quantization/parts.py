@@ -64,6 +64,10 @@ def choose_layers(model: DecoderModel, options: Options, device: torch.device) -
 
 
 def _choose_layers(model: DecoderModel, options: Options, device: torch.device) -> str:
+    if model.config.has_experts and device.type == "cuda":
+        from beyond.experts.fused_layers import choose_layers as choose_expert_layers  # here: only a GPU needs Triton
+
+        return choose_expert_layers(model, options)
     if options.quantization is not None and device.type != "cuda":
         return "layers: PyTorch's; every product dequantises its matrix first"
     fused = options.uses("fused_layers") or options.uses("skinny_gemm")
