@@ -1,10 +1,11 @@
-"""Experts: a decode step of a model with experts by the number of requests, and the experts that it touches (GPU).
+"""Experts: what a decode step reads and takes by the number of requests, and the experts that it touches.
 
-    python -m benchmarks.micro experts                     # `part=step`
+    python -m benchmarks.micro experts                     # counted; `part=floor`
+    python -m benchmarks.micro experts part=step           # timed on a GPU, as the others are
     python -m benchmarks.micro experts part=skewed         # the same with a router that prefers some experts
     python -m benchmarks.micro experts part=tiles          # the products alone, by how they are divided
 
-*step*: the whole engine. The prompts differ, and the experts are counted in the same steps of an engine without graphs:
+*floor*: bytes of weights under a router that chooses all experts equally often. *step*: the whole engine. The prompts differ, and the experts are counted in the same steps of an engine without graphs:
 a step's floor is what these experts and all other weights take to read. *skewed*: an eighth of the router's rows are
 three times as large. *tiles*: one layer's products in a CUDA graph over all layers, each with its own weights.
 """
@@ -31,7 +32,6 @@ from stage_a_naive.floor import ModelBytes
 if TYPE_CHECKING:  # only a GPU needs Triton
     from beyond.experts.products import Choice, Tiles
 
-NEEDS_GPU = True
 MODEL = "qwen3-30b-a3b"
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT, STEPS, COUNTED = 64, 64, 4  # tokens of a prompt; steps that are timed, and whose experts are counted
@@ -41,14 +41,25 @@ BYTES = ModelBytes(preset_config(MODEL), 2)
 [EXPERTS] = set(experts_of_layers(BYTES.config))
 
 
-def measure(part: str = "step", requests: tuple[int, ...] = REQUESTS, repeats: int = 5) -> dict:
+def measure(part: str = "floor", requests: tuple[int, ...] = REQUESTS, repeats: int = 5) -> dict:
     """One part of the study.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: there is no such part, or no GPU that it needs.
     """
-    if part not in ("step", "skewed", "tiles"):
-        raise ValueError(f"experts has no part {part!r}; there are: step, skewed, tiles")
+    if part not in ("floor", "step", "skewed", "tiles"):
+        raise ValueError(f"experts has no part {part!r}; there are: floor, step, skewed, tiles")
+    if part == "floor":
+        counts = {n: expected(n) for n in requests} | {"all": EXPERTS.count}
+        return {
+            "part": part,
+            "rows": [
+                {"requests": n, "touched": touched, "bytes": round(weight_bytes(BYTES, touched))}
+                for n, touched in counts.items()
+            ],
+        }
+    if not torch.cuda.is_available():
+        raise ValueError(f"experts part={part} needs an NVIDIA GPU, and PyTorch sees none")
     if part == "tiles":
         return {"part": part, "rows": with_engine(time_tiles, LLM, f"random:{MODEL}", enforce_eager=True, **OPTIONS)}
     options = OPTIONS | {"max_num_seqs": max(requests), "enable_prefix_caching": False}
