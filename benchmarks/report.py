@@ -6,7 +6,7 @@
 A README says with a pair of comments, which no reader sees, where a table goes: `<!-- bench:table -->` …
 `<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`; where code
 goes is said in `excerpts.py`, where numbers in sentences come from in `numbers.py`, and how long a lesson takes in
-`reading.py`. Chinese pages get the same tables and pictures with Chinese texts (`chinese.py`).
+`reading.py`. Chinese READMEs get the same tables and pictures with Chinese texts (`chinese.py`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
 
 
 def write_chinese_pictures(root: Path, check: bool) -> list[Path]:
-    """Write the pictures that Chinese pages show, `X.zh-CN.svg` from `X.svg`; returns what changed."""
+    """Write the pictures that Chinese READMEs show, `X.zh-CN.svg` from `X.svg`; returns what changed."""
     pages = [page for page in readmes(root) if CHINESE in page.name]
     shown = {(page.parent / name).resolve() for page in pages for name in CHINESE_SVG.findall(page.read_text("utf-8"))}
     changed = []
