@@ -42,10 +42,12 @@ HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none
 PICTURE_SECONDS = 0.05
 SILENT_SECONDS = 2  # without a picture, after which the page says so
 ROOT = Path(__file__).resolve().parents[2]
-LESSONS = (  # that the page's words lead to
-    "docs/glossary.md", "beyond/serving/page.md", "beyond/speculation/README.md", "beyond/structured/README.md",
-    "stage_d_paged/README.md", "stage_e_batching/README.md", "stage_e_batching/README.zh-CN.md",
-)  # fmt: skip
+LESSONS = [  # that the page's words lead to
+    f"{name}{edition}.md"
+    for name in ("docs/glossary", "beyond/serving/page", "beyond/speculation/README", "beyond/structured/README")
+    + ("stage_d_paged/README", "stage_e_batching/README")
+    for edition in ("", ".zh-CN")
+]
 
 
 class LiveView:
