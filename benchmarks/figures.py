@@ -21,11 +21,9 @@ import time
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
 
 from benchmarks.engines import select
 from benchmarks.results import RESULTS, ROOT, commit_of_tree, load, made_from, table_of
@@ -143,8 +141,12 @@ def figures(folder: Path) -> list[Figure]:
     ]
 
 
+@cache
 def gpus() -> list[str]:
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    """The names of this machine's GPUs; another process asks, because asking takes memory of a GPU."""
+    ask = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    return told.split("\n")[:-1] if told.strip() else []
 
 
 def stale(found: Iterable[Figure], commit: str | None) -> dict[Figure, str]:
