@@ -57,7 +57,21 @@ def test_the_client_asks_and_streams(client, expected) -> None:
         last = stream.get_final_message()
     assert (last.content[0].text, last.stop_reason, last.usage.output_tokens) == (expected["text"], "max_tokens", 12)
     assert last.usage.input_tokens == length
-    assert client.messages.create(**ASK | {"max_tokens": 500}).stop_reason == "end_turn"
+    whole = client.messages.create(**ASK | {"max_tokens": 500})
+    assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
+
+
+def test_a_stop_sequence_that_ended_an_answer_is_told(client, llm, expected) -> None:
+    stop = expected["text"][10:15]
+    ask = ASK | {"stop_sequences": ["<|never|>", stop]}
+    whole = client.messages.create(**ask)
+    with client.messages.stream(**ask) as stream:
+        last = stream.get_final_message()
+    for told in (whole, last):
+        assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", stop)
+        assert told.content[0].text == expected["text"].partition(stop)[0]
+    whole = client.messages.create(**ASK | {"max_tokens": 500, "stop_sequences": [llm.tokenizer.eos_token]})
+    assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
 
 
 def test_a_conversation_is_counted_as_it_is_asked(client, llm) -> None:
@@ -199,13 +213,13 @@ def test_what_a_chat_does_not_have_is_refused_by_name(wrong) -> None:
 
 def chunk(finish_reason: str | None = None, **delta: object) -> dict:
     usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
-    choices = [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
+    choices = [{"index": 0, "delta": delta, "finish_reason": finish_reason, "stop_reason": None}]
     return {"id": "chatcmpl-1", "model": "tutor", "choices": choices, "usage": usage}
 
 
 def test_reasoning_is_a_block_of_its_own_in_front_of_the_text() -> None:
     message = {"content": "so", "reasoning": "why", "reasoning_content": "why"}
-    answer = chunk() | {"choices": [{"message": message, "finish_reason": "stop"}]}
+    answer = chunk() | {"choices": [{"message": message, "finish_reason": "stop", "stop_reason": None}]}
     assert [(block["type"], block[block["type"]]) for block in as_message(answer)["content"]] == [
         ("thinking", "why"),
         ("text", "so"),
@@ -279,7 +293,7 @@ def test_arguments_that_were_cut_are_told_as_far_as_they_came_and_others_that_ca
     arguments, reason, read
 ) -> None:
     message = {"content": None, "tool_calls": [call(0, "f", arguments)]}
-    answer = chunk() | {"choices": [{"message": message, "finish_reason": reason}]}
+    answer = chunk() | {"choices": [{"message": message, "finish_reason": reason, "stop_reason": None}]}
     *_, (name, event) = MessageEvents()(chunk(reason, tool_calls=[call(0, "f", arguments)]))
     if read is not None:
         told = as_message(answer)

@@ -113,17 +113,17 @@ class EventStream:
         end of an answer that has failed tells the error; that of the only one is the end of the stream.
         """
         for request, event in news:
-            index, tokens, reason, error = request.index, event.tokens, None, None
+            index, tokens, ended, error = request.index, event.tokens, None, None
             if event.output is not None:
                 self._outputs[index] = event.output
             if event.output is not None and (event.error is None or self._answer.num_choices > 1):
-                reason = event.output["finish_reason"]
+                ended = event.output
                 error = event.error and error_body(event.error)
                 *tokens, last = tokens or [None]
             for token in tokens:
-                yield frame(self._answer.chunk(index, token, None))
-            if reason is not None:
-                yield frame(self._answer.chunk(index, last, reason, error))
+                yield frame(self._answer.chunk(index, token))
+            if ended is not None:
+                yield frame(self._answer.chunk(index, last, ended, error))
 
     def _last_frames(self) -> Iterator[bytes]:
         if self._include_usage:

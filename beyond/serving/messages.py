@@ -6,8 +6,7 @@ A message of the user may hold results of tools, which a chat has as messages of
 error (`is_error`) must say so in its text: chat templates know no more.
 
 Fields: https://docs.anthropic.com/en/api/messages. What the chat path does not have (images, tools that the server
-runs) is refused by name. Whether a stop string or the model itself ended an answer is not told apart: the reason is
-`end_turn`.
+runs) is refused by name.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")  # fie
 FIELDS = CONVERSATION | {*SAME, "stop_sequences", "metadata"}
 BLOCKS = {"user": ("tool_result",), "assistant": ("thinking", "redacted_thinking", "tool_use")}  # besides text
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, and the chat's words
+NO_END = {"stop_reason": None, "stop_sequence": None}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 WORDS = {".function": "", "parameters": "input_schema", "a function has": "a tool has"}  # for tools: a chat's, and ours
 
@@ -180,7 +180,7 @@ def as_message(answer: dict[str, Any]) -> dict[str, Any]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         read = read_arguments(name, arguments, is_cut=reason != "tool_calls")
         content.append({"type": "tool_use", "id": call["id"], "name": name, "input": read})
-    return _message(answer, content, STOP_REASONS[reason])
+    return _message(answer, content, _ending(choice))
 
 
 def read_arguments(name: str, arguments: str, is_cut: bool) -> dict[str, Any]:
@@ -200,10 +200,17 @@ def read_arguments(name: str, arguments: str, is_cut: bool) -> dict[str, Any]:
         raise RequestError(message, param="tools", code="form_failed") from None
 
 
-def _message(answer: dict[str, Any], content: list, stop_reason: str | None) -> dict[str, Any]:
+def _ending(choice: dict[str, Any]) -> dict[str, str | None]:
+    """Say why an answer ended."""
+    if choice["finish_reason"] == "stop" and isinstance(choice["stop_reason"], str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
+    return {"stop_reason": STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
+
+
+def _message(answer: dict[str, Any], content: list, ending: dict[str, str | None]) -> dict[str, Any]:
     name = answer["id"].replace("chatcmpl-", "msg_")
     message = {"id": name, "type": "message", "role": "assistant", "model": answer["model"], "content": content}
-    return message | {"stop_reason": stop_reason, "stop_sequence": None, "usage": _usage(answer["usage"])}
+    return message | ending | {"usage": _usage(answer["usage"])}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, int]:
@@ -232,7 +239,7 @@ class MessageEvents:
             return
         if not self._has_begun:
             self._has_begun = True
-            yield "message_start", {"message": _message(chunk, [], None)}
+            yield "message_start", {"message": _message(chunk, [], NO_END)}
         try:
             yield from self._events(chunk)
         except RequestError as error:
@@ -259,8 +266,7 @@ class MessageEvents:
             if self._index < 0:
                 yield from self._open("text", {"text": ""})  # an answer without any text has an empty block
             yield from self._close(is_cut=reason != "tool_calls")
-            told = {"stop_reason": STOP_REASONS[reason], "stop_sequence": None}
-            yield "message_delta", {"delta": told, "usage": _usage(chunk["usage"])}
+            yield "message_delta", {"delta": _ending(choice), "usage": _usage(chunk["usage"])}
             yield "message_stop", {}
 
     def _more_arguments(self, call: dict[str, Any]) -> tuple[str, dict[str, Any]]:
