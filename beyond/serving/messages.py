@@ -207,7 +207,7 @@ def _ending(choice: dict[str, Any]) -> dict[str, str | None]:
     return {"stop_reason": STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
 
 
-def _message(answer: dict[str, Any], content: list, ending: dict[str, str | None]) -> dict[str, Any]:
+def _message(answer: dict[str, Any], content: list, ending: Mapping[str, str | None]) -> dict[str, Any]:
     name = answer["id"].replace("chatcmpl-", "msg_")
     message = {"id": name, "type": "message", "role": "assistant", "model": answer["model"], "content": content}
     return message | ending | {"usage": _usage(answer["usage"])}
