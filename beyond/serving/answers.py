@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
 from beyond.serving.reasoning import ReasoningSplit
-from beyond.serving.tool_calls import CallParser
+from beyond.serving.tool_calls import CallParser, error_in_calls
 from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request
@@ -66,6 +66,17 @@ class Answer:
         if splits_reasoning and ask.is_chat and ask.params.structured_outputs is None:
             self._splits = [ReasoningSplit(text_of(prompt[-8:], tokenizer)) for prompt in self._prompts]
         self._calls: dict[int, CallParser] = {}  # by choice: find the calls of tools
+
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether an answer that has ended needs `checked`, which may take long."""
+        return self._ask.tools is not None and self._ask.tools.grammar is not None
+
+    def checked(self, output: GenerationOutput) -> GenerationOutput:
+        """Return an answer that has ended; with an error if its constrained calls are not what their schemas allow."""
+        assert self._ask.tools is not None
+        error = error_in_calls(self._ask.tools, output["text"]) if output["finish_reason"] == "stop" else None
+        return output if error is None else {**output, "finish_reason": "error", "error": error}
 
     def whole(
         self,

@@ -325,6 +325,8 @@ class Api:
                         outputs[request.index] = event.output
         order = range(len(requests))
         ended = [outputs[i] for i in order]
+        if answer.constrains_calls:
+            ended = await asyncio.to_thread(lambda: [answer.checked(output) for output in ended])
         if all("error" in output for output in ended):
             returned(ended)
         whole = answer.whole(ended, [tokens[i] for i in order], scores)

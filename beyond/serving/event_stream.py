@@ -90,6 +90,8 @@ class EventStream:
 
         try:
             async for news in self._stream:
+                if self._answer.constrains_calls and any(event.output is not None for _, event in news):
+                    news = await asyncio.to_thread(self._checked, news)
                 frames = list(self._frames(news))
                 errors = [output["error"] for output in self._outputs.values() if "error" in output]
                 if len(errors) == self._answer.num_choices:
@@ -105,6 +107,16 @@ class EventStream:
         except Exception as error:  # the status is sent already, so the stream itself has to say it
             self.code = as_request_error(error).code or "invalid_request"
             await send_on(frame(as_json(error_body(error))) + DONE, more=False)
+
+    def _checked(self, news: list[tuple[Request, Event]]) -> list[tuple[Request, Event]]:
+        """Return the news with errors where answers have ended whose calls are wrong."""
+        checked = []
+        for request, event in news:
+            if event.output is not None:
+                output = self._answer.checked(event.output)
+                event = event._replace(output=output, error=output.get("error"))
+            checked.append((request, event))
+        return checked
 
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
         """Yield a server-sent event for every token; the last of an answer carries the reason of its end.

@@ -210,7 +210,7 @@ def _ending(choice: dict[str, Any]) -> dict[str, str | None]:
 def _message(answer: dict[str, Any], content: list, ending: Mapping[str, str | None]) -> dict[str, Any]:
     name = answer["id"].replace("chatcmpl-", "msg_")
     message = {"id": name, "type": "message", "role": "assistant", "model": answer["model"], "content": content}
-    return message | ending | {"usage": _usage(answer["usage"])}
+    return {**message, **ending, "usage": _usage(answer["usage"])}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, int]:
