@@ -32,7 +32,7 @@ const CHINESE = {
   "prefill {n} of {all}": "预填充 {n} / {all}", "{n} of {all} tokens": "token {n} / {all}", "{n} blocks": "{n} 块",
   "Nothing runs. Ask a question, or try one of these and watch:": "现在没有请求。提一个问题，或者试试下面的例子：",
   "One question": "一个问题", "Nine answers, step by step": "九个回答，逐步运行", "Sixteen long answers": "十六个长回答",
-  "A walk through the engine in six steps": "六步看懂引擎（英文）",
+  "A walk through the engine in six steps": "六步看懂引擎",
   "prompt, from the prefix cache": "提示，来自前缀缓存", "prompt, computed": "提示，已计算", answer: "回答", "lost by preemption": "因抢占失去", constrained: "受约束",
   "Block table": "块表", "choose a request with the mouse or the arrow keys": "用鼠标或方向键选一个请求",
   "request {id}: position in the request → block in the pool": "请求 {id}：请求中的位置 → 池中的块", "request {id} holds no block now": "请求 {id} 现在没有块",
@@ -68,5 +68,5 @@ if (isChinese) {
     const text = texts.currentNode.data.trim();
     if (CHINESE[text]) texts.currentNode.data = CHINESE[text];
   }
-  for (const link of document.querySelectorAll('a[href$="/stage_e_batching/README.md"]')) link.href = link.href.replace(".md", ".zh-CN.md");
+  for (const link of document.querySelectorAll('a[href^="/lesson/"]')) link.href = link.href.replace(".md", ".zh-CN.md");
 }
