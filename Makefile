@@ -66,7 +66,7 @@ INSTALL = { \
   grep -q "^Successfully installed" $(VENV)/pip.log || { tail -n 15 $(VENV)/pip.log >&2; exit 1; }; }
 
 .DEFAULT_GOAL := help
-.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack student-repo loops ext real-model test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu report soak \
+.PHONY: help $(STAGE_TARGETS) $(LAB_TARGETS) $(GRADE_TARGETS) progress hint submit instructor-pack student-repo loops ext real-model test test-fast test-all lint doctor compare export serve bench bench-check bench-gpu figures report soak \
   notebooks lab site slides clean
 
 help: ## print this list
@@ -75,7 +75,7 @@ help: ## print this list
 	@grep -hE '^[a-z][a-z% -]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
 	@echo "  make lab-a … lab-p       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
 	@echo "  make grade-a … grade-p   grade your copy (ONLY=D.2: one exercise, with SHOW=1 in the foreground; LAB_TESTS=dir)"
-	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak), PYTHON= VENV="
+	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak, figures), PYTHON= VENV="
 	@echo "           STAGE=e|f ENGINE=module:LLM PORT= REPLICAS= (serve)"
 	@echo "           LAB=1 (any stage, serve, bench: run your copies in labs/work/), LAB=g (those of lab G alone)"
 
@@ -168,6 +168,9 @@ bench-check: $(READY) ## counts that are no times, of every stage, against bench
 
 bench-gpu: $(call WITH,bench) ## the shared benchmark at GPU size
 	@$(PY) -m benchmarks.run --size gpu $(ARGS)
+
+figures: $(call WITH,bench) ## list the published results that are stale; MINUTES=20 measures them for so long, the most valuable first
+	@$(PY) -m benchmarks.figures $(if $(filter file,$(origin MINUTES)),,--minutes "$(MINUTES)") $(ARGS)
 
 report: $(call WITH,bench) ## write the tables, numbers, pictures and code excerpts of the READMEs from benchmarks/results and the sources
 	@$(PY) -m benchmarks.report

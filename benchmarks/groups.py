@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from benchmarks.engines import ENGINES, STUDIES
@@ -20,6 +20,7 @@ from benchmarks.workloads import SIZES, make_workload
 # Why a study's table has other values than the overview for the same engine, options, work, model and machine. Its
 # caption says so; without a reason `make report` refuses the second value.
 _OTHER_COMMIT = "Measured at another commit than the overview's table: compare rows of one table with one another."
+_OTHER_RUN = "Measured in another run than the overview's table: compare rows of one table with one another."
 WHY_APART = dict.fromkeys(("stage-b", "stage-d", "load", "stage-f-alone", "ranks"), _OTHER_COMMIT)
 
 
@@ -33,6 +34,7 @@ class Group:
     dtype: str
     study: str
     files: tuple[dict, ...]  # oldest first
+    has_overviews_commit: bool = False
 
     @property
     def slug(self) -> str:
@@ -89,7 +91,8 @@ class Group:
     @property
     def why_apart(self) -> str:
         """Why its values differ from other tables'; empty where nothing says why."""
-        return WHY_APART.get(self.study, "")
+        why = WHY_APART.get(self.study, "")
+        return _OTHER_RUN if why == _OTHER_COMMIT and self.has_overviews_commit else why
 
     def median(self, engine: str, workload: str, figure: str) -> float | None:
         values = self.values(engine, workload, figure)
@@ -123,6 +126,9 @@ def group_results(files: Iterable[dict]) -> list[Group]:
             key = (options["size"], options["model"], device, options["dtype"], options.get("study") or "")
             keys.setdefault(key, []).append(payload)
     groups = [group for key, found in keys.items() if (group := Group(*key, tuple(found))).own]
+    where = [(group.model, group.device, group.own[-1]["environment"]["commit"]) for group in groups]
+    overviews = {own for group, own in zip(groups, where, strict=True) if not group.study}
+    groups = [replace(g, has_overviews_commit=own in overviews) for g, own in zip(groups, where, strict=True)]
     return sorted(groups, key=lambda g: (-SIZES.index(g.size), g.device, g.model, g.study))
 
 

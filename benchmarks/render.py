@@ -29,6 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Self
 
+from benchmarks.results import made_from
 from benchmarks.text import counted, markdown, number, times
 
 Record = dict[str, object]
@@ -216,7 +217,7 @@ def caption(result: dict, *more: str) -> str:
     where = result["environment"]
     device, versions = where["device"], where["versions"]
     found = [f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn") if versions.get(name)]
-    found += [f"commit {where['commit'][:10]}{' with changes' if where['dirty'] else ''}", where["date"][:10]]
+    found.append(made_from(where) + " with changes" * where["dirty"])
     text = "; ".join([", ".join([device["name"], *found]), *filter(None, more)])
     command = f"{result['kind']} part={result['part']}" if "part" in result else result["kind"]
     return f"{text}. `python -m benchmarks.micro {command}`."

@@ -25,7 +25,7 @@ from benchmarks.loops import PROGRAMS
 from benchmarks.numbers import Numbers
 from benchmarks.pictures.picture import pictures as pictures_of
 from benchmarks.pictures.rates import draw_roofline, plot_rates
-from benchmarks.results import ROOT, ResultsError, few_repeats, load_all, mixture
+from benchmarks.results import RESULTS, ROOT, ResultsError, few_repeats, load_all, made_from, mixture, table_of
 from benchmarks.text import markdown
 from stage_a_naive.entrypoints.interrupts import run_command
 
@@ -171,6 +171,12 @@ def soak_tables(files: list[dict]) -> dict[str, list[str]]:
     return {marker: markdown(heads, body) if body else [] for marker, body in bodies.items()}
 
 
+def made_of(files: Sequence[dict]) -> list[str]:
+    """A line for each table: the version or commit of its results files, and the day of the newest one."""
+    made = {table_of(file["file"].removesuffix(".json")): file for file in reversed(files)}
+    return [f"{name}: {made_from(file['environment'])}" for name, file in sorted(made.items())]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Write the report; returns 1 where a results file is refused, or where `--check` finds a file out of date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
@@ -185,6 +191,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{'out of date' if args.check else 'written'}: {file.relative_to(ROOT)}")
     if not changed:
         print("everything is up to date")
+    if not args.check:
+        print(*made_of(load_all(RESULTS)), "`make figures` lists those that are stale", sep="\n")
     return 1 if args.check and changed else 0
 
 

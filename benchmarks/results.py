@@ -3,7 +3,7 @@
 One layout for all of them:
 
     kind         "engines" (run.py), or the name of a module of `micro`
-    environment  versions, device, commit, dirty, date
+    environment  versions, device, commit, dirty, date; `code`, the hashes of what was measured (sources.py); `seconds`
     options      what was asked for
     rows         a dict per row, with every sample (`samples`, in seconds where a study times something)
 
@@ -20,6 +20,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -47,8 +48,9 @@ def environment() -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of each relevant package; None if it is missing."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Return the versions of this project, of Python and of each relevant package; None if it is missing."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found: dict[str, str | None] = {"six engines": project["version"], "python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
@@ -77,6 +79,18 @@ def commit_of_tree() -> tuple[str | None, bool | None]:
         return None, None
     # What measuring writes changes nothing about what was measured.
     return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.svg"))
+
+
+def made_from(where: dict) -> str:
+    """The version and commit that a file's `environment` names, and the day of its measurement."""
+    version, commit = where.get("versions", {}).get("six engines"), where.get("commit")
+    named = [version and f"version {version}", commit and f"commit {commit[:10]}", where["date"][:10]]
+    return ", ".join(filter(None, named))
+
+
+def table_of(name: str) -> str:
+    """The name of the table that a results file is a part of: without the number at its end."""
+    return re.sub(r"-\d+$", "", name)
 
 
 def _output(*command: str) -> str:

@@ -25,6 +25,7 @@ from benchmarks.engines import REFERENCE, STUDIES, Engine, installed_engines, se
 from benchmarks.floor import ModelCost, floors
 from benchmarks.groups import group_results
 from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, write
+from benchmarks.sources import code_of
 from benchmarks.tables import overview, own_results
 from benchmarks.worker import run_job
 from benchmarks.workloads import SIZES, make_workload, workload_names
@@ -142,6 +143,7 @@ class Measurement:
         self.engines = [replace(e, options={**limit, **e.options}) if e.sized else e for e in engines]
         self.workloads = {name: make_workload(name, args.size) for name in args.workloads}
         self.config = resolve(self.model).config
+        self.code = code_of(*(engine.factory for engine in self.engines))
         longest = max(workload.longest for workload in self.workloads.values()) + 1
         self.max_model_len = min(self.config.max_position_embeddings, max(SHORTEST_MODEL_LEN, longest))
         self.found: dict[str, object] = {}  # facts about the machine
@@ -253,7 +255,8 @@ class Measurement:
         cost = ModelCost(self.config, DTYPES[found["dtype"]].itemsize)
         return {
             "kind": "engines",
-            "environment": found["environment"],
+            "environment": found["environment"]
+            | {"code": self.code, "seconds": round(time.monotonic() - self.started)},
             "options": {
                 "size": args.size,
                 "model": self.model,

@@ -255,6 +255,8 @@ def notes(group: Group, engines: Sequence[str], columns: Sequence[Column]) -> li
 def caption(group: Group) -> list[str]:
     """Return the heading of a group, and how it was measured."""
     where = group.own[-1]["environment"]
-    made = f"Commit `{where['commit'][:10]}`, {where['date'][:10]}, torch {where['versions']['torch']}."
+    version = where["versions"].get("six engines")
+    made = f"{f'Version {version}, commit' if version else 'Commit'} `{where['commit'][:10]}`, {where['date'][:10]}"
+    made += f", torch {where['versions']['torch']}."
     made = f"{made} {group.why_apart}".rstrip()
     return [f"**{group.model}** in {group.dtype} on {group.device}", "", made, ""]

@@ -80,22 +80,8 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 def torchrun(host: int, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs a module with these arguments as one of two ranks, on this host."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        str(host),
-        "--nproc-per-node",
-        "1",
-        "--master-addr",
-        ADDRESSES[0],
-        "--master-port",
-        "29511",
-        *arguments,
-    ]
+    words = f"-m torch.distributed.run --nnodes 2 --node-rank {host} --nproc-per-node 1 --master-addr {ADDRESSES[0]}"
+    return [sys.executable, *words.split(), "--master-port", "29511", *arguments]
 
 
 def _ip(*arguments: str) -> None:

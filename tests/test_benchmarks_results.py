@@ -185,6 +185,16 @@ def test_a_figure_has_one_value_unless_a_caption_says_why(tree, monkeypatch):
     assert caption(group)[2].endswith(f"torch 9.9. {why}")
 
 
+@pytest.mark.parametrize(
+    ("commit", "why"), [("0" * 40, "at another commit"), (ENVIRONMENT["commit"], "in another run")]
+)
+def test_the_caption_of_a_study_says_whether_it_has_the_overviews_commit(commit, why):
+    study = payload()
+    study["options"]["study"], study["environment"]["commit"] = "stage-b", commit
+    [_, group] = groups(payload(), study)
+    assert f"Measured {why} than the overview's table" in caption(group)[2]
+
+
 def test_files_of_one_commit_are_one_table_with_the_samples_of_all():
     parts = [payload(0.01 * (i + 1), range(1)) for i in range(3)]
     [group] = groups(*parts)

@@ -26,5 +26,6 @@ def test_a_hook_runs_a_module_or_a_target_of_make_that_there_is(command):
     assert importlib.util.find_spec(module[1]) if module else f"\n{command.removeprefix('make ')}:" in MAKEFILE
 
 
-def test_the_citation_has_the_version_of_the_project():
-    assert CITATION["version"] == tomllib.loads(PROJECT)["project"]["version"]
+def test_the_citation_and_the_newest_release_of_the_changelog_have_the_version_of_the_project():
+    newest = re.search(r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[1]
+    assert CITATION["version"] == newest == tomllib.loads(PROJECT)["project"]["version"]

@@ -43,6 +43,13 @@ def test_a_wheel_claims_no_name_that_is_not_ours_alone(installed):
     assert (installed / "stage_d_paged" / "attention" / "reference.py").is_file()
 
 
+def test_an_installed_stage_answers_with_a_model_that_is_a_directory(installed):
+    words = ["--model", str(ROOT / "models" / "tutor"), "--device", "cpu", "--prompt", "Who are you?", "--max-tokens", "9"]
+    done = run_elsewhere(installed, "stage_f_graph_tp", *words)
+    assert done.returncode == 0, done.stderr
+    assert "[answer]\nI am the tutor" in done.stdout
+
+
 def test_without_a_clone_the_command_line_says_that_one_is_needed(installed):
     done = run_elsewhere(installed, "stage_a_naive", "--list-questions")
     assert done.returncode == 2 and done.stdout == ""

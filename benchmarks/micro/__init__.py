@@ -14,17 +14,20 @@ from __future__ import annotations
 import gc
 import importlib
 import pkgutil
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.results import ResultsError
+from stage_a_naive.contract.params import SamplingParams
 
 Found = TypeVar("Found")
 Way = TypeVar("Way", bound=Hashable)
+Work = TypeVar("Work", bound=Callable)
 
 
 def names() -> list[str]:
@@ -82,6 +85,38 @@ def with_engine(work: Callable[[object], Found], engine: Callable, *arguments: o
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def chosen(parts: Mapping[str, Work], part: str, on_gpu: Iterable[str] = ()) -> Work:
+    """The work of a part of a study.
+
+    Raises:
+        ValueError: there is no such part, or it is one of `on_gpu` and there is no GPU.
+    """
+    if part not in parts:
+        raise ValueError(f"there is no part {part!r}; there are: {', '.join(parts)}")
+    if part in on_gpu and not torch.cuda.is_available():
+        raise ValueError(f"part={part} needs an NVIDIA GPU, and PyTorch sees none")
+    return parts[part]
+
+
+def unlike_prompt(number: int, length: int) -> list[int]:
+    """A prompt of this many tokens that begins unlike those of other numbers, so that no two share a block."""
+    return [(number * 131 + i * 7) % 4000 + 1 for i in range(length)]
+
+
+def answer(llm: Any, count: int, length: int, num_tokens: int) -> tuple[float, float]:
+    """Answer prompts of this length greedily; returns when that began and ended, on the monotonic clock."""
+    prompts = [unlike_prompt(i, length) for i in range(count)]
+    params, start = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True), time.monotonic()
+    llm.generate(prompts, params, use_tqdm=False)
+    return start, time.monotonic()
+
+
+def step_seconds(generate: Callable[[int], float], steps: int) -> float:
+    """Seconds of a decode step, if answers of `n` tokens take `generate(n)`: what happens once cancels out."""
+    first = generate(1)
+    return (generate(1 + steps) - first) / steps
 
 
 def device_name(result: dict) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from benchmarks import micro
 from benchmarks.engines import read_option
 from benchmarks.render import tables
 from benchmarks.results import LOCAL, RESULTS, commit_of_tree, environment, write
+from benchmarks.sources import code_of
 from benchmarks.timing import measure_ceilings
 from stage_a_naive.entrypoints.interrupts import run_command
 
@@ -64,11 +66,13 @@ def run(args: argparse.Namespace) -> Path:
         raise ValueError(f"{args.name} needs an NVIDIA GPU, and PyTorch sees none")
     if args.publish and (commit_of_tree()[0] is None or commit_of_tree()[1]):
         raise ValueError("--publish needs a clean commit (git, or BENCH_COMMIT)")
+    started, code = time.monotonic(), code_of(f"benchmarks.micro.{args.name}")  # now: the tree may change meanwhile
     result = {"kind": args.name, "environment": environment(), "options": options}
     if torch.cuda.is_available():
         result["ceilings"] = measure_ceilings(torch.device("cuda"), torch.bfloat16)
         torch.cuda.empty_cache()  # other processes may be about to measure on it
     result |= module.measure(**options)
+    result["environment"] |= {"code": code, "seconds": round(time.monotonic() - started)}
     paths = [args.output or LOCAL / f"{args.name}.json"]
     name = "-".join(filter(None, [args.name, result.get("part"), args.publish]))
     paths += [RESULTS / f"{name}.json"] if args.publish else []

@@ -11,21 +11,19 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks import two_hosts
-from benchmarks.micro import with_engine
+from benchmarks.micro import answer, with_engine
 from benchmarks.pictures.picture import ON_DARK, PALETTE, Picture, new_figure
 from benchmarks.unit_stages import counted_spans
 from beyond.scale_out import LLM
 from beyond.scale_out.spans import idle_in_theory, idle_share, read_spans
-from stage_a_naive.sampling import SamplingParams
 
-STAGES, SAMPLES = 2, 3
+STAGES, SAMPLES, PROMPT = 2, 3, 64  # tokens of a prompt
 COUNTED = {"decode": (1, STAGES), "prefill": (1, 4, 8)}  # batches or chunks that the lesson shows
 BYTES = "bytes per decoded token:"
 SHOWN = 12.5  # units of time in the picture
@@ -60,14 +58,6 @@ def make_llm(model: str, device: str, **options: object) -> LLM:
     return LLM(model, device=device, dtype=dtype, max_num_seqs=64, enable_prefix_caching=False, **more, **options)
 
 
-def answer_seconds(llm: LLM, count: int, answer: int) -> tuple[float, float]:
-    """Answer `count` prompts of 64 tokens with this many; returns when that began and ended, as stages record it."""
-    prompts = [[(i * 131 + j * 7) % 4000 + 1 for j in range(64)] for i in range(count)]
-    start = time.monotonic()
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
-    return start, time.monotonic()
-
-
 def measured_row(model: str, device: str, batches: int) -> dict[str, object]:
     """The idle share of a real engine that decodes 32 requests, from what its stages recorded."""
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +71,7 @@ def measured_row(model: str, device: str, batches: int) -> dict[str, object]:
 def idle_shares(trace: str, llm: LLM) -> list[float]:
     samples = []
     for _ in range(SAMPLES + 1):  # the first to warm up
-        start, end = answer_seconds(llm, 32, 128 if llm.device.type == "cuda" else 16)
+        start, end = answer(llm, 32, PROMPT, 128 if llm.device.type == "cuda" else 16)
         # The last two thirds of the time: all decode, none at the end, where the batches run out.
         first, last = start + (end - start) * 0.33, start + (end - start) * 0.9
         spans = [read_spans(f"{trace}.stage{stage}") for stage in range(STAGES)]
@@ -91,10 +81,10 @@ def idle_shares(trace: str, llm: LLM) -> list[float]:
 
 def speed_rows(layout: str, llm: LLM) -> list[dict[str, object]]:
     """Tokens per second of a layout, for each load."""
-    answer, rows = 128 if llm.device.type == "cuda" else 8, []
+    num_tokens, rows = 128 if llm.device.type == "cuda" else 8, []
     for name, count in LOADS.items():
-        times = [answer_seconds(llm, count, answer) for _ in range(SAMPLES + 1)][1:]  # the first to warm up
-        samples = [count * answer / (end - start) for start, end in times]
+        times = [answer(llm, count, PROMPT, num_tokens) for _ in range(SAMPLES + 1)][1:]  # the first to warm up
+        samples = [count * num_tokens / (end - start) for start, end in times]
         rows.append({"study": "speed", "layout": layout, "load": name, "samples": samples})
     return rows
 
@@ -115,8 +105,8 @@ def count_bytes(model: str, layout: str) -> None:
     """A rank of `bytes_row`: generate, and print what has passed through this host's end of the cable."""
     llm = make_llm(model, "cpu", **json.loads(layout))
     counts = [sent_by_both()]
-    for answer in (1, 1, 9):
-        answer_seconds(llm, 4, answer)
+    for num_tokens in (1, 1, 9):
+        answer(llm, 4, PROMPT, num_tokens)
         counts.append(sent_by_both())
     print(BYTES, ((counts[3] - counts[2]) - (counts[2] - counts[1])) / (4 * 8), flush=True)
     llm.close()

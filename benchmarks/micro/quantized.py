@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.micro import timed
+from benchmarks.micro import chosen, timed
 from benchmarks.micro.attention import HEADS, arguments_of, make_case
 from benchmarks.micro.decode_step import launch_of, step_arguments, step_by_layers
 from benchmarks.timing import graph_seconds
@@ -62,12 +62,8 @@ def measure(part: str = "bytes", device: str = "auto", models: tuple[str, ...] =
     Raises:
         ValueError: there is no such part, or no GPU or library that it needs.
     """
-    if part not in PARTS:
-        raise ValueError(f"quantized has no part {part!r}; there are: {', '.join(PARTS)}")
-    if part in ("kernels", "step") and not torch.cuda.is_available():
-        raise ValueError(f"quantized part={part} needs an NVIDIA GPU, and PyTorch sees none")
     given = {"step": {"models": models}, "quality": {"device": device}}.get(part, {})
-    return {"part": part} | PARTS[part](**given)
+    return {"part": part} | chosen(PARTS, part, on_gpu=("kernels", "step"))(**given)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------

@@ -185,15 +185,8 @@ def measure(
             pass
     counts = dict(zip(KINDS, (schemas, expressions, grammars), strict=True))
     rows = {
-        (kind, name): {
-            "kind": NAMES[kind],
-            "library": name,
-            "forms": 0,
-            "refused": 0,
-            "ended": 0,
-            "wrong": 0,
-            "stuck": 0,
-        }
+        (kind, name): {"kind": NAMES[kind], "library": name}
+        | dict.fromkeys(("forms", "refused", "ended", "wrong", "stuck"), 0)
         | {"reasons": [], "token_seconds": [], "compile_seconds": []}
         for kind in counts
         for name in libraries

@@ -1,7 +1,7 @@
-"""A pretrained model: right guesses, sizes of nuclei, what 8 bits lose, and tokens that a form decides alone.
+"""A pretrained model: right guesses, sizes of nuclei, and what 8 bits lose.
 
     make real-model                                        # builds the model: Gemma 3 270M
-    python -m benchmarks.micro real_model part=guesses     # or nuclei, quality, forms: counts, nothing is timed
+    python -m benchmarks.micro real_model part=guesses     # or nuclei, quality: counts, nothing is timed
 
 The texts are on every machine: this course's lessons and programs, and the documentation strings of Python's standard
 library; a file of results has their hashes. *guesses*: the model writes on, greedily and as a chat samples, behind
@@ -9,8 +9,7 @@ prompts of four kinds. A guess is right if it is the token that the model took, 
 guess can be read off one pass over the finished text. Look-up is the engine's. *First layers* are the model's own,
 with its last norm and its LM head: no smaller Gemma is at hand, and nothing was trained. Every step that can guess
 guesses; the engine's pauses are not counted. *nuclei*: how many tokens a filter keeps per position. *quality*: the
-next token at every position, in every format, against float32 of the same dequantised weights. *forms*: the answers of
-one engine, walked through their grammar once more; the form decides a token alone where its mask allows one.
+next token at every position, in every format, against float32 of the same dequantised weights.
 """
 
 from __future__ import annotations
@@ -29,17 +28,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.loops import PROGRAMS
-from benchmarks.micro import with_engine
+from benchmarks.micro import chosen, with_engine
 from benchmarks.micro.quantized import CACHE, WEIGHTS, load, states_of
 from benchmarks.micro.sampling import PEAK, random_prompts
 from benchmarks.results import ROOT
-from beyond import LLM as BeyondLLM
 from beyond.speculation.ngram import NgramDrafter
-from beyond.structured.constraints import constraints_of
-from beyond.structured.grammars import Grammars, Masks
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.params import SamplingParams
-from stage_a_naive.contract.structured_outputs import StructuredOutputs
 from stage_d_paged.runtime import Runtime
 from stage_e_batching import LLM
 
@@ -53,18 +48,17 @@ def measure(part: str = "guesses", texts: int = 20) -> dict:
     """One part.
 
     Args:
-        part: guesses, nuclei, quality or forms.
+        part: guesses, nuclei or quality.
         texts: of `quality`, an even number; each has 1,024 tokens.
 
     Raises:
         ValueError: there is no such part, or the model has not been built.
     """
-    if part not in PARTS:
-        raise ValueError(f"real_model has no part {part!r}; there are: {', '.join(PARTS)}")
+    work = chosen(PARTS, part)
     if not MODEL.is_dir():
         raise ValueError(f"no {MODEL.relative_to(ROOT)}: `make real-model` builds it")
     named = [{"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest()} for name, text in texts_of().items()]
-    found = rate_quality(texts) if part == "quality" else PARTS[part]()
+    found = work(texts) if part == "quality" else work()
     return {"part": part, "model": MODEL.name} | found | {"texts": named}
 
 
@@ -388,67 +382,8 @@ def losses(result: dict) -> list[dict]:
     return found
 
 
-# ---- forms ----------------------------------------------------------------------------------------------------------
-
-ENTRY = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "kind": {"enum": ["function", "class", "module"]},
-        "summary": {"type": "string", "maxLength": 120},
-        "arguments": {"type": "integer", "minimum": 0, "maximum": 9},
-    },
-    "required": ["name", "kind", "summary", "arguments"],
-    "additionalProperties": False,
-}
-FORMS: dict[str, dict[str, object]] = {
-    "one object of four fields": {"json": ENTRY},
-    "a list of three such objects": {"json": {"type": "array", "items": ENTRY, "minItems": 3, "maxItems": 3}},
-    "one of three words": {"choice": ["function", "class", "module"]},
-    "a date, by an expression": {"regex": r"20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"},
-}
-FORM_PROMPTS, FORM_TOKENS = 8, 320
-
-
-def count_forced() -> dict:
-    """Every form: tokens of its answers, and how many the form decided alone."""
-    entries = [(name, text) for name, text in documented() if 40 < len(encode(text)) < 200]
-    chosen = [entries[i * len(entries) // FORM_PROMPTS] for i in range(FORM_PROMPTS)]
-    prompts = [begin() + encode(f"{name}\n\n{text}\n\nThe same in short:\n") for name, text in chosen]
-
-    def work(llm: BeyondLLM) -> list[dict]:
-        grammars, rows = constraints_of(llm.runner.sampler).grammars, []
-        for name, form in FORMS.items():
-            params = SamplingParams(temperature=0.0, max_tokens=FORM_TOKENS, structured_outputs=form)
-            grammars.compile(params.structured_outputs).result()  # a slow machine needs longer than a request may
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            walks = [walk(grammars, params.structured_outputs, output["token_ids"]) for output in outputs]
-            allowed = [count for own in walks for count in own]
-            ended = sum(output["finish_reason"] == "stop" for output in outputs)
-            few = {str(most): float(np.mean([count <= most for count in allowed])) for most in (1, 10, 1000)}
-            row = {"form": name, "answers": len(outputs), "ended": ended, "num_tokens": len(allowed), "at_most": few}
-            rows.append(row | {"forced": sum(count == 1 for count in allowed)})
-            print(json.dumps(rows[-1]), outputs[0]["text"], flush=True)
-        return rows
-
-    options = {"device": "cpu", "dtype": "float32", "max_num_seqs": FORM_PROMPTS, "max_model_len": 1024}
-    return {"rows": with_engine(work, BeyondLLM, MODEL, **options)}
-
-
-def walk(grammars: Grammars, form: StructuredOutputs, token_ids: list[int]) -> list[int]:
-    """How many tokens were allowed at each token of an answer."""
-    matcher, masks, mask = grammars.start(form), Masks(1), np.zeros((1, grammars.num_words), np.int32)
-    counts = []
-    for token in token_ids:
-        masks.fill([(matcher, 0, [])], mask)
-        counts.append(int(np.bitwise_count(mask.view(np.uint32)).sum()))
-        matcher.accept([token])
-    return counts
-
-
 PARTS: dict[str, Callable[..., dict]] = {
     "guesses": count_guesses,
     "nuclei": count_nuclei,
     "quality": rate_quality,
-    "forms": count_forced,
 }

@@ -6,11 +6,9 @@ one GPU for N / 2. Two ranks of tensor parallelism run all N in one step. Both w
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
-from benchmarks.micro import timed, with_engine
-from stage_a_naive.sampling import SamplingParams
+from benchmarks.micro import answer, step_seconds, timed, with_engine
 from stage_f_graph_tp import LLM
 
 NEEDS_GPU = True
@@ -28,22 +26,17 @@ def measure(model: str = "random:qwen2.5-7b") -> dict:
 
 
 def step_rows(ranks: int, llm: LLM) -> list[dict[str, object]]:
-    return [timed(step_seconds(llm, count), ranks=ranks, requests=count) for count in REQUESTS]
+    return [timed(samples_of(llm, count), ranks=ranks, requests=count) for count in REQUESTS]
 
 
-def step_seconds(llm: LLM, count: int) -> list[float]:
-    """Seconds per decode step of `count` requests: what `STEPS` more tokens for each of them take."""
-    generation_seconds(llm, count, 1 + STEPS)  # warm up
-    return [
-        (generation_seconds(llm, count, 1 + STEPS) - generation_seconds(llm, count, 1)) / STEPS for _ in range(REPEATS)
-    ]
+def samples_of(llm: LLM, count: int) -> list[float]:
+    """Seconds per decode step of `count` requests."""
 
+    def generate(num_tokens: int) -> float:
+        start, end = answer(llm, count, PROMPT, num_tokens)
+        return end - start
 
-def generation_seconds(llm: LLM, count: int, answer: int) -> float:
-    prompts = [[(i * 131 + j * 7) % 4000 + 1 for j in range(PROMPT)] for i in range(count)]
-    start = time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
-    return time.perf_counter() - start
+    return [step_seconds(generate, STEPS) for _ in range(1 + REPEATS)][1:]  # the first is a warm-up
 
 
 def at_equal_totals(rows: list[dict]) -> list[dict]:

@@ -13,7 +13,7 @@ from random import Random
 
 import torch
 
-from benchmarks.micro import with_engine
+from benchmarks.micro import step_seconds, with_engine
 from benchmarks.timing import call_seconds
 from benchmarks.workloads import CHAT, make_workload
 from stage_a_naive.contract.params import SamplingParams
@@ -72,13 +72,11 @@ def measure_engine(llm: StageE, requests: tuple, kinds_of_logits: tuple, size: s
             for rows_per_step in requests:
                 if len(asked) not in (1, rows_per_step):
                     continue
-                samples = []
-                for repeat in range(repeats + 1):  # the first is a warm-up
-                    first, all_steps = (
-                        seconds(random_prompts(next(seeds), rows_per_step), asked, [most] * rows_per_step)
-                        for most in (1, 1 + STEPS)
-                    )
-                    samples += [(all_steps - first) / STEPS] * (repeat > 0)
+
+                def generate(most: int, asked: list[dict] = asked, rows: int = rows_per_step) -> float:
+                    return seconds(random_prompts(next(seeds), rows), asked, [most] * rows)
+
+                samples = [step_seconds(generate, STEPS) for _ in range(repeats + 1)][1:]  # the first is a warm-up
                 rows.append({"logits": logits, "kind": kind, "requests": rows_per_step, "samples": samples})
                 print(logits, kind, rows_per_step, [f"{1e3 * s:.3f} ms" for s in samples], flush=True)
         [call] = make_workload("mixed", size).rounds[0]

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.micro import unlike_prompt
 from benchmarks.micro.batching import StaticAdmission
 from benchmarks.micro.step_cost import null_calls
 from benchmarks.pictures import timeline
@@ -54,8 +55,7 @@ def traced(
     requests = []
     for i, (prompt, answer) in enumerate(lengths):
         params = SamplingParams(max_tokens=answer, ignore_eos=True)
-        ids = [(i * 131 + j * 7) % 4000 + 1 for j in range(prompt)]  # no two share a block
-        requests.append(Request(i, ids, params, seed=i))
+        requests.append(Request(i, unlike_prompt(i, prompt), params, seed=i))
     rest = [] if later is None else requests[later:]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.jsonl"

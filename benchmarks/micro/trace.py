@@ -18,7 +18,7 @@ from itertools import count
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.micro import device_name, one_thread, with_engine
+from benchmarks.micro import chosen, device_name, one_thread, with_engine
 from benchmarks.pictures.picture import Picture
 from benchmarks.render import Record
 from benchmarks.trace import Recording, Span, draw_gaps, from_rows, record, to_rows
@@ -180,17 +180,19 @@ def measure(part: str = "kernels", model: str = "random:qwen2.5-0.5b", ranks: tu
     Raises:
         ValueError: the part does not exist, or needs a GPU that is missing.
     """
-    if part == "operators":
-        return {"part": part} | profile_operators()
-    if part != "kernels" or not torch.cuda.is_available():
-        raise ValueError(f"trace has the parts operators and, on an NVIDIA GPU, kernels; got part={part}")
+    parts = {"kernels": partial(record_kernels, model, ranks), "operators": profile_operators}
+    return {"part": part} | chosen(parts, part, on_gpu=("kernels",))()
+
+
+def record_kernels(model: str, ranks: tuple[int, ...]) -> dict:
+    """Every recording of every engine."""
     recordings = []
     several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, ("decode",)) for size in ranks]
     options = {"device": "cuda", "max_num_seqs": max(REQUESTS), "num_kvcache_blocks": 16 * max(REQUESTS) + 64}
     options |= {"max_model_len": 2048, "enable_prefix_caching": False}
     for name, engine, switches, kinds in (*ENGINES, *several):
         recordings += with_engine(partial(record_all, name, kinds), engine, model, **options, **switches)
-    return {"part": part, "model": model, "rows": to_rows(recordings)}
+    return {"model": model, "rows": to_rows(recordings)}
 
 
 def record_all(name: str, kinds: tuple[str, ...], llm: StageE) -> list[Recording]:

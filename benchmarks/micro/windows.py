@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from benchmarks.micro import with_engine
+from benchmarks.micro import chosen, unlike_prompt, with_engine
 from beyond import LLM, SamplingParams
 from beyond.windows.pools import Limits
 from stage_a_naive.checkpoints.presets import preset_config
@@ -37,14 +37,8 @@ def measure(part: str = "memory", repeats: int = 3) -> dict:
     Raises:
         ValueError: there is no such part, or no GPU that it needs.
     """
-    parts = {"memory": count_memory, "step": time_steps, "load": time_load}
-    if part not in parts:
-        raise ValueError(f"windows has no part {part!r}; there are: {', '.join(parts)}")
-    if part == "memory":
-        return {"part": part, "rows": count_memory()}
-    if not torch.cuda.is_available():
-        raise ValueError(f"windows part={part} needs an NVIDIA GPU, and PyTorch sees none")
-    return {"part": part, "rows": parts[part](repeats)}
+    parts = {"memory": lambda _: count_memory(), "step": time_steps, "load": time_load}
+    return {"part": part, "rows": chosen(parts, part, on_gpu=("step", "load"))(repeats)}
 
 
 def count_memory() -> list[dict]:
@@ -72,7 +66,7 @@ def time_steps(repeats: int) -> list[dict]:
     """Seconds of a decode step behind 30,000 tokens, by the number of requests."""
     rows = []
     for hybrid, requests in itertools.product((False, True), STEP_REQUESTS):
-        prompts = [[(i * 37 + n) % 4000 + 1 for i in range(LONG)] for n in range(requests)]
+        prompts = [unlike_prompt(i, LONG) for i in range(requests)]
         samples = with_engine(
             lambda llm, prompts=prompts: [step_seconds(llm, prompts) for _ in range(1 + repeats)][1:],
             LLM,
@@ -98,7 +92,7 @@ def step_seconds(llm: LLM, prompts: list[list[int]]) -> float:
 def time_load(repeats: int) -> list[dict]:
     """Seconds of long requests that do not all fit in one pool, and how many run together."""
     rows = []
-    prompts = [[(i * 37 + n) % 4000 + 1 for i in range(LOAD["prompt"])] for n in range(LOAD["requests"])]
+    prompts = [unlike_prompt(i, LOAD["prompt"]) for i in range(LOAD["requests"])]
     params = SamplingParams(temperature=0.0, max_tokens=LOAD["output"], ignore_eos=True)
     for hybrid in (False, True):
         found = with_engine(

@@ -42,12 +42,10 @@ HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none
 PICTURE_SECONDS = 0.05
 SILENT_SECONDS = 2  # without a picture, after which the page says so
 ROOT = Path(__file__).resolve().parents[2]
-LESSONS = [  # that the page's words lead to
-    f"{name}{edition}.md"
-    for name in ("docs/glossary", "beyond/serving/page", "beyond/speculation/README", "beyond/structured/README")
-    + ("stage_d_paged/README", "stage_e_batching/README")
-    for edition in ("", ".zh-CN")
-]
+LESSONS = (  # that the page's words lead to, in both editions
+    "docs/glossary", "beyond/serving/page", "beyond/speculation/README", "beyond/structured/README",
+    "stage_d_paged/README", "stage_e_batching/README",
+)  # fmt: skip
 
 
 class LiveView:
@@ -70,7 +68,11 @@ class LiveView:
         return [
             Route("/", _file(PAGE / "index.html")),
             *(Route(f"/page/{path.name}", _file(path)) for path in files),
-            *(Route(f"/lesson/{name}", _file(ROOT / name)) for name in LESSONS),
+            *(
+                Route(f"/lesson/{name}{edition}", _file(ROOT / f"{name}{edition}"))
+                for name in LESSONS
+                for edition in (".md", ".zh-CN.md")
+            ),
             Route("/live/events", self._api.guarded(self.events), methods=["GET"]),
             Route("/live/control", self._api.post(self.control), methods=["POST"]),
         ]

@@ -1,0 +1,215 @@
+"""Measure again what is published and stale, the most valuable first (`make figures`).
+
+    python -m benchmarks.figures                  # list it
+    python -m benchmarks.figures --minutes 20     # measure for at most 20 minutes; the next call goes on
+    python -m benchmarks.figures mlp sampling     # only results whose names contain one of these words
+
+`figures.toml` has the command, the machine and the time of every published result. A result is stale if the code that
+it measures differs from the code it was measured with (`sources.py`), or if other parts of its table are to be measured
+at another commit. Every command is one of `benchmarks.run`, `benchmarks.micro` or `tools.soak`, and writes one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.engines import select
+from benchmarks.results import RESULTS, ROOT, commit_of_tree, load, made_from, table_of
+from benchmarks.run import build_parser
+from benchmarks.sources import code_of
+from stage_a_naive.entrypoints.interrupts import run_command
+
+PLAN = Path(__file__).with_suffix(".toml")
+BUSY = 0.5  # running programs, on average over a minute, from which on times of a CPU are not to be trusted
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One published result: the command that measures it, and the machine for that ("counted": any)."""
+
+    command: str
+    machine: str
+    guess: float  # minutes
+    folder: Path  # of the results files
+
+    @cached_property
+    def words(self) -> list[str]:
+        return shlex.split(self.command)
+
+    @cached_property
+    def name(self) -> str:
+        """The name of its file, as the command makes it."""
+        module, *words = self.words
+        published = words[words.index("--publish") + 1]
+        if module == "benchmarks.run":
+            return published
+        study = ["soak-http" if "--http" in words else "soak"] if module == "tools.soak" else words[:1]
+        parts = [word.removeprefix("part=") for word in words if word.startswith("part=")]
+        return "-".join([*study, *parts, published])
+
+    @property
+    def table(self) -> str:
+        """The name of its table, which may have several files."""
+        return table_of(self.name)
+
+    @cached_property
+    def code(self) -> dict[str, str]:
+        """Hashes of the code that it measures today."""
+        module, study, *_ = self.words
+        if module == "benchmarks.run":
+            args = build_parser().parse_args(self.words[1:])
+            return code_of(*(engine.factory for engine in select(args.engines, args.study)))
+        if module == "tools.soak":
+            return code_of("stage_e_batching:LLM", *["beyond.serving.__main__"] * ("--http" in self.words))
+        return code_of(f"benchmarks.micro.{study}")
+
+    @cached_property
+    def file(self) -> dict | None:
+        path = self.folder / f"{self.name}.json"
+        return load(path) if path.is_file() else None
+
+    @property
+    def minutes(self) -> float:
+        """How long it takes: as its file says, else a guess."""
+        seconds = self.file and self.file["environment"].get("seconds")
+        return seconds / 60 if seconds else self.guess
+
+    @cached_property
+    def change(self) -> str:
+        """Why the file is not of today's code; empty if it is."""
+        if self.file is None:
+            return "not measured yet"
+        where = self.file["environment"]
+        if "code" not in where:
+            return f"does not say which code it measured: {made_from(where)}"
+        before = where["code"]
+        changed = sorted(folder for folder in before | self.code if before.get(folder) != self.code.get(folder))
+        return f"changed since {made_from(where)}: {', '.join(changed)}" if changed else ""
+
+    @property
+    def need(self) -> str:
+        """Why this machine cannot measure it; empty if it can."""
+        for command, need in read_plan()["needs"].items():
+            known = find_spec(need) if need.isidentifier() else None
+            if f".{command} " in f"{self.command} " and not (known or shutil.which(need) or (ROOT / need).exists()):
+                return f"needs {need}"
+        if self.machine == "counted":
+            return ""
+        here = gpus()
+        if self.machine == "CPU":
+            if here:
+                return "needs a machine without a GPU"
+            load_now = os.getloadavg()[0]
+            return f"needs an idle machine: its load is {load_now:.1f}" if load_now > BUSY else ""
+        count, kind = self.gpus
+        return "" if len(here) >= count and all(kind in name for name in here) else f"needs {self.machine}"
+
+    @property
+    def gpus(self) -> tuple[int, str]:
+        """How many GPUs, and of what kind."""
+        count, _, kind = self.machine.rpartition(" × ")
+        return (0, "") if self.machine in ("CPU", "counted") else (int(count or 1), kind)
+
+    def measure(self) -> int:
+        """Run the command on exactly the GPUs that it is to have; returns its exit status."""
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(self.gpus[0])))}
+        command = [sys.executable, "-m", *self.words]
+        return subprocess.run(command, cwd=ROOT, env=os.environ | visible, check=False).returncode
+
+
+def read_plan() -> dict[str, dict]:
+    return tomllib.loads(PLAN.read_text(encoding="utf-8"))
+
+
+def figures(folder: Path) -> list[Figure]:
+    """All results that are published, the most valuable of each machine first."""
+    machines = {machine: commands for machine, commands in read_plan().items() if machine != "needs"}
+    return [
+        Figure(command, m, guess, folder) for m, commands in machines.items() for command, guess in commands.items()
+    ]
+
+
+@cache
+def gpus() -> list[str]:
+    """The names of this machine's GPUs; another process asks, because asking takes memory of a GPU."""
+    ask = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+    return told.split("\n")[:-1] if told.strip() else []
+
+
+def stale(found: Iterable[Figure], commit: str | None) -> dict[Figure, str]:
+    """The figures that are stale, and why. All parts of a table are of one commit."""
+    tables: dict[str, list[Figure]] = {}
+    for figure in found:
+        tables.setdefault(figure.table, []).append(figure)
+    reasons: dict[Figure, str] = {}
+    for parts in tables.values():
+        commits = {part.file["environment"]["commit"][:7] for part in parts if part.file}
+        if any(part.change for part in parts) or len(commits) > 1:
+            for part in parts:
+                if part.change or part.file["environment"]["commit"][:7] != (commit or "")[:7]:
+                    reasons[part] = part.change or "another part of its table is measured again"
+    return {figure: reasons[figure] for figure in found if figure in reasons}
+
+
+def left_over(found: Iterable[Figure], folder: Path) -> list[str]:
+    """Files that no command makes, of tables that have a newer commit."""
+    known = {figure.name for figure in found}
+    commits = {figure.table: figure.file["environment"]["commit"][:7] for figure in found if figure.file}
+    files = {path.stem: load(path)["environment"] for path in sorted(folder.glob("*.json")) if path.stem not in known}
+    return [name for name, own in files.items() if (own.get("commit") or "")[:7] != commits.get(table_of(name), "")]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """List what is stale and measure it for some minutes; returns 1 if a command failed, 2 without a clean commit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only results whose names contain one of them")
+    parser.add_argument("--minutes", type=float, help="measure for at most this long (default: only list)")
+    args = parser.parse_args(argv)
+    (commit, dirty), every = commit_of_tree(), figures(RESULTS)
+    todo = {f: why for f, why in stale(every, commit).items() if not args.words or any(w in f.name for w in args.words)}
+    here = " and ".join(gpus()) or f"no GPU, a load of {os.getloadavg()[0]:.1f}"
+    print(f"{len(todo)} of {len(every)} results are stale. This machine: {here}; commit {(commit or 'unknown')[:10]}")
+    for figure, why in todo.items():
+        need = f"; {figure.need}" if figure.need else ""
+        print(f"{figure.minutes:5.1f} min  {figure.name}: {why}{need}")
+    for name in left_over(every, RESULTS):
+        print(f"left over  {name}: no command of figures.toml makes it any more; git rm benchmarks/results/{name}.json")
+    ready = [figure for figure in todo if not figure.need]
+    print(f"{sum(f.minutes for f in ready):.0f} minutes here, {sum(f.minutes for f in todo):.0f} on all machines")
+    if args.minutes is None or not ready:
+        return 0
+    if commit is None or dirty:
+        print("error: results need a clean commit (git, or BENCH_COMMIT); commit first", file=sys.stderr)
+        return 2
+    return measure(ready, args.minutes)
+
+
+def measure(ready: Iterable[Figure], minutes: float) -> int:
+    """Measure figures one after another, leaving out those that would take longer than what is left of the minutes."""
+    end, status = time.monotonic() + 60 * minutes, 0
+    for figure in ready:
+        if time.monotonic() + 60 * figure.minutes <= end:
+            print(f"\n=== {figure.name}: python -m {figure.command}", flush=True)
+            if (failed := figure.measure()) == 130:
+                return 130
+            status |= bool(failed)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))
