@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,7 +38,7 @@ PROMPT, STEPS, COUNTED = 64, 64, 4  # tokens of a prompt; steps that are timed, 
 TILED = (("pairs", 1), ("pairs", 8), ("blocks", 8), ("blocks", 32), ("blocks", 256), ("blocks", 4096))
 OPTIONS = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 256, "num_kvcache_blocks": 2048}
 BYTES = ModelBytes(preset_config(MODEL), 2)
-[EXPERTS] = set(experts_of_layers(BYTES.config))
+EXPERTS = next(experts for experts in experts_of_layers(BYTES.config) if experts is not None)
 
 
 def measure(part: str = "floor", requests: tuple[int, ...] = REQUESTS, repeats: int = 5) -> dict:
@@ -132,7 +132,7 @@ def choices_of_steps(tokens: int) -> Iterator[list[torch.Tensor]]:
     found: list[torch.Tensor] = []
     run = fused_layers.run_experts
 
-    def collect(x: torch.Tensor, choice: Choice, *others: object, **named: object) -> object:
+    def collect(x: torch.Tensor, choice: Choice, *others: Any, **named: Any) -> Any:
         if len(x) == tokens:
             found.append(choice.chosen.clone())
         return run(x, choice, *others, **named)
