@@ -5,9 +5,10 @@
     python -m benchmarks.micro experts part=skewed         # the same with a router that prefers some experts
     python -m benchmarks.micro experts part=tiles          # the products alone, by how they are divided
 
-*floor*: bytes of weights under a router that chooses all experts equally often. *step*: the whole engine. The prompts differ, and the experts are counted in the same steps of an engine without graphs:
-a step's floor is what these experts and all other weights take to read. *skewed*: an eighth of the router's rows are
-three times as large. *tiles*: one layer's products in a CUDA graph over all layers, each with its own weights.
+*floor*: bytes of weights under a router that chooses all experts equally often. *step*: the whole engine. The prompts
+differ, and the experts are counted in the same steps of an engine without graphs: a step's floor is what these experts
+and all other weights take to read. *skewed*: an eighth of the router's rows are three times as large. *tiles*: one
+layer's products in a CUDA graph over all layers, each with its own weights.
 """
 
 from __future__ import annotations
