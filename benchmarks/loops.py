@@ -33,6 +33,7 @@ PROGRAMS = (
     "beyond/speculation/loop.py",
     "beyond/structured/loop.py",
     "beyond/windows/loop.py",
+    "beyond/experts/loop.py",
     "beyond/scale_out/loop.py",
     "beyond/serving/loop.py",
 )

@@ -6,7 +6,7 @@
 A README says with a pair of comments, which no reader sees, where a table goes: `<!-- bench:table -->` …
 `<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`; where code
 goes is said in `excerpts.py`, where numbers in sentences come from in `numbers.py`, and how long a lesson takes in
-`reading.py`.
+`reading.py`. Chinese READMEs get the same tables and pictures with Chinese texts (`chinese.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import excerpts, micro, reading, render, tables
+from benchmarks.chinese import chinese_svg, chinese_table
 from benchmarks.groups import Group, group_results, two_values
 from benchmarks.loops import PROGRAMS
 from benchmarks.numbers import Numbers
@@ -28,6 +29,8 @@ from benchmarks.results import RESULTS, ROOT, ResultsError, few_repeats, load_al
 from benchmarks.text import markdown
 from stage_a_naive.entrypoints.interrupts import run_command
 
+CHINESE = ".zh-CN."
+CHINESE_SVG = re.compile(rf"\]\(([^)]+{re.escape(CHINESE)}svg)\)")
 MARKER = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 NOTHING = ["Not measured yet: `python -m benchmarks.run --help` and `python -m benchmarks.micro` say how."]
 
@@ -58,8 +61,10 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     for page in [*readmes(root), *programs(root)]:
         before = text = page.read_text(encoding="utf-8")
         if page.suffix == ".md":
-            front = front_page(plain, list(pictures), page)
-            text = fill(excerpts.fill(before, root), bodies | {"bench:table": front}, page)
+            own = bodies | {"bench:table": front_page(plain, list(pictures), page)}
+            if CHINESE in page.name:
+                own = {marker: chinese_table(lines or NOTHING) for marker, lines in own.items()}
+            text = fill(excerpts.fill(before, root), own, page)
             text = reading.fill(text, root)
         text = numbers.fill(text, page.name)
         if text != before:
@@ -71,7 +76,21 @@ def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     for path, content in changed.items() if not check else ():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    return list(changed)
+    return [*changed, *write_chinese_pictures(root, check)]
+
+
+def write_chinese_pictures(root: Path, check: bool) -> list[Path]:
+    """Write the pictures that Chinese READMEs show, `X.zh-CN.svg` from `X.svg`; returns what changed."""
+    pages = [page for page in readmes(root) if CHINESE in page.name]
+    shown = {(page.parent / name).resolve() for page in pages for name in CHINESE_SVG.findall(page.read_text("utf-8"))}
+    changed = []
+    for path in sorted(shown):
+        text = chinese_svg(path.with_name(path.name.replace(CHINESE, ".")).read_text("utf-8"))
+        if not path.is_file() or path.read_text("utf-8") != text:
+            changed.append(path)
+            if not check:
+                path.write_text(text, "utf-8")
+    return changed
 
 
 def refuse(files: Sequence[dict], groups: Sequence[Group]) -> None:
@@ -121,8 +140,7 @@ def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[
     """The overview: one table per machine and model, and its picture. The course's front page has only the first."""
     lines, is_front = [], readme.parent.name != "benchmarks"
     for group in groups[:1] if is_front else groups:
-        table = tables.front_table(group, "zh" if "zh" in readme.name else "en", "" if is_front else "../")
-        lines += [*tables.caption(group), *table, ""]
+        lines += [*tables.caption(group), *tables.front_table(group, "" if is_front else "../"), ""]
         for path in (path for path in pictures if path.stem == group.slug):
             link = Path(os.path.relpath(path, readme.parent)).as_posix()
             lines += [f"![{group.model} on {group.device}: tokens per second of every stage]({link})", ""]

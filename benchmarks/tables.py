@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.groups import Group
 from benchmarks.text import against_floor, markdown, number, spread, times
 
-WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))  # by language
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -201,54 +201,54 @@ def study_table(group: Group) -> list[str]:
 
 def front_rows(group: Group) -> list[str]:
     """The engines of the front page: the stages, and what was measured elsewhere."""
-    return [engine for engine in group.engines if engine in WORDS["en"]["adds"] or engine in group.elsewhere]
+    return [engine for engine in group.engines if engine in WORDS["adds"] or engine in group.elsewhere]
 
 
-def front_table(group: Group, language: str, folder: str = "") -> list[str]:
+def front_table(group: Group, folder: str = "") -> list[str]:
     """Stage, what it adds, one request, load, and both against the stage before.
 
     Args:
         folder: the path to the folders of the stages from where the table is shown, for example `../`.
     """
-    words, columns, body = WORDS[language], (STEP, LOAD), []
+    columns, body = (STEP, LOAD), []
     for engine in front_rows(group):
         package = group.rows[engine, "single"].get("package", "")
         name = f"[{engine}]({folder}{package}/README.md)" if package.startswith("stage_") else engine
         what = "elsewhere" if engine in group.elsewhere else engine
         gains = " · ".join(c.gain(group, engine) for c in columns) if engine in BEFORE else ""
-        cells = [words["adds"][what], *(c.cell(group, engine) for c in columns), gains]
+        cells = [WORDS["adds"][what], *(c.cell(group, engine) for c in columns), gains]
         body.append([f"*{engine}* †" if what == "elsewhere" else name, *cells])
-    body.append(["*floor*", words["adds"]["floor"], *(number(c.floor(group)) for c in columns), ""])
-    first, _, *others = markdown(words["front"], body)
-    return [first, "|---|---|---:|---:|---:|", *others, *notes(group, front_rows(group), columns, language)]
+    body.append(["*floor*", WORDS["adds"]["floor"], *(number(c.floor(group)) for c in columns), ""])
+    first, _, *others = markdown(WORDS["front"], body)
+    return [first, "|---|---|---:|---:|---:|", *others, *notes(group, front_rows(group), columns)]
 
 
-def notes(group: Group, engines: Sequence[str], columns: Sequence[Column], language: str = "en") -> list[str]:
+def notes(group: Group, engines: Sequence[str], columns: Sequence[Column]) -> list[str]:
     """Explain dashes and daggers, and note a first visit that was much slower than the second."""
-    words, shown, lines = WORDS[language], {column.workload for column in columns}, []
+    shown, lines = {column.workload for column in columns}, []
     reasons: dict[tuple[str, str], list[str]] = {}
     too_long: dict[tuple[str, str], list[str]] = {}  # by workload and limit
     for (engine, name), row in sorted(group.rows.items(), key=lambda item: group.engines.index(item[0][0])):
         if engine not in engines or name not in shown:
             continue
-        work = words["workloads"][name]
+        work = WORDS["workloads"][name]
         for outcome in ("not_run", "error"):
             if outcome in row and not row["samples"]:
                 reason = row[outcome].splitlines()[0]
                 if match := TOO_LONG.match(reason):
                     too_long.setdefault((work, match[1]), []).append(engine)
                 else:
-                    reasons.setdefault((engine, words[outcome] + reason), []).append(work)
+                    reasons.setdefault((engine, WORDS[outcome] + reason), []).append(work)
         first, again = (row.get("first_visit") or {}).get("tpot_ms"), group.median(engine, name, "tpot_ms")
         if first and again and first > 1.5 * again:
-            lines.append("- " + words["first"].format(engine, work, number(first), number(again)))
+            lines.append("- " + WORDS["first"].format(engine, work, number(first), number(again)))
     for (engine, text), names in reasons.items():
-        some = names if len(names) < len(words["workloads"]) else []  # else all of them
-        lines.append("- " + words["comma"].join([engine, *some]) + words["colon"] + text)
-    lines += ["- " + words["too_long"].format(*key, words["comma"].join(those)) for key, those in too_long.items()]
+        some = names if len(names) < len(WORDS["workloads"]) else []  # else all of them
+        lines.append("- " + ", ".join([engine, *some]) + f": {text}")
+    lines += ["- " + WORDS["too_long"].format(*key, ", ".join(those)) for key, those in too_long.items()]
     for file in group.files:
         if file["kind"] == "elsewhere" and any(row["engine"] in engines for row in file["rows"]):
-            lines.append(f"- † {words['elsewhere']}{file.get(words['source'], file['source'])}")
+            lines.append(f"- † {WORDS['elsewhere']}{file['source']}")
     return ["", *lines] if lines else []
 
 

@@ -1,6 +1,6 @@
 """The labs as notebooks, for Colab, Kaggle or JupyterLab: handout, answer and grade in one document.
 
-    python -m labs.notebook        writes labs/notebooks/lab_a.ipynb … from the handouts and the starters
+    python -m labs.notebook        writes labs/notebooks/lab_a.ipynb, lab_a.zh-CN.ipynb … from handouts and starters
 
 It also writes the course's address, where `labs/first_cell.py` has one, into all other notebooks and links to Colab.
 The cells of a lab's notebook call the functions below.
@@ -9,6 +9,7 @@ The cells of a lab's notebook call the functions below.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from labs.starter import AlreadyThere, write_starter
 from stage_a_naive.entrypoints.interrupts import run_command
 
 FOLDER = LABS / "notebooks"
+EDITIONS = ("", ".zh-CN")  # of a handout: the text is the edition's, the code is the same
 LAB_CELL = (
     FIRST_CELL.replace("{folder}", ".")
     + """
@@ -81,9 +83,9 @@ def _python(*arguments: str, path: tuple[Path, ...] | list[Path] = (ROOT,)) -> N
     print(done.stdout + done.stderr)
 
 
-def cells_of(lab: Lab) -> list[tuple[str, str]]:
+def cells_of(lab: Lab, edition: str = "") -> list[tuple[str, str]]:
     """("markdown" or "code", text) of each cell of a lab's notebook."""
-    handout = (LABS / f"lab_{lab.letter}.md").read_text(encoding="utf-8")
+    handout = (LABS / f"lab_{lab.letter}{edition}.md").read_text(encoding="utf-8")
     handout = re.sub(r"\]\((?!http)", "](../", handout)  # links, from one folder further down
     parts = re.split(r"(?=^### [A-Z]\.\d+ )", handout, flags=re.MULTILINE)
     title, rest = parts[0].strip().split("\n", 1)
@@ -111,16 +113,16 @@ def _stub(exercise: Exercise) -> str:
     return stub
 
 
-def path_of(lab: Lab) -> Path:
+def path_of(lab: Lab, edition: str = "") -> Path:
     """Where a lab's notebook is."""
-    return FOLDER / f"lab_{lab.letter}.ipynb"
+    return FOLDER / f"lab_{lab.letter}{edition}.ipynb"
 
 
-def notebook(lab: Lab) -> str:
+def notebook(lab: Lab, edition: str = "") -> str:
     """The notebook as JSON."""
     cells = []
-    for number, (kind, text) in enumerate(cells_of(lab)):
-        text = with_address(text, path_of(lab).relative_to(ROOT), REPOSITORY)
+    for number, (kind, text) in enumerate(cells_of(lab, edition)):
+        text = with_address(text, path_of(lab, edition).relative_to(ROOT), REPOSITORY)
         cell: dict[str, object] = {"cell_type": kind, "id": f"{lab.letter}-{number}", "metadata": {}}
         cells.append(
             cell
@@ -153,11 +155,11 @@ def main(argv: list[str] | None = None) -> int:
     description = "Write the labs as notebooks, from the handouts and the starters, into labs/notebooks/."
     argparse.ArgumentParser(prog="python -m labs.notebook", description=description).parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
-    for lab in load_labs().values():
-        path_of(lab).write_text(notebook(lab), encoding="utf-8")
+    for lab, edition in itertools.product(load_labs().values(), EDITIONS):
+        path_of(lab, edition).write_text(notebook(lab, edition), encoding="utf-8")
     if REPOSITORY:
         write_address(REPOSITORY)
-    print(f"{len(load_labs())} notebooks in {FOLDER}")
+    print(f"{len(load_labs()) * len(EDITIONS)} notebooks in {FOLDER}")
     return 0
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from labs.exercises import ROOT, WORK, Exercise, Lab, load_labs
 from stage_a_naive.entrypoints.interrupts import run_command
+from stage_a_naive.entrypoints.language import columns, padded, tr
 
 IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
 
@@ -117,17 +118,20 @@ def learners_packages(work: Path) -> list[str]:
 
 def next_steps(lab: Lab) -> str:
     """What a learner does first."""
-    letter, width = lab.letter, max(len(exercise.title) for exercise in lab.exercises)
-    lines = [f"Lab {letter.upper()}: {lab.title}", f"Your copy is in labs/work/. Start with labs/lab_{letter}.md."]
+    letter, width = lab.letter, max(columns(tr(exercise.title)) for exercise in lab.exercises)
+    lines = [
+        tr("Lab {letter}: {title}").format(letter=letter.upper(), title=tr(lab.title)),
+        tr("Your copy is in labs/work/. Start with labs/lab_{letter}.md.").format(letter=letter),
+    ]
     lines += [
-        f"  {exercise.id:4}  {exercise.title:{width}}  {exercise.points:3} points  "
+        f"  {exercise.id:4}  {padded(tr(exercise.title), width)}  {exercise.points:3} {tr('points')}  "
         f"{'' if exercise.slow else f'{exercise.copy_in(WORK).relative_to(ROOT)}: {exercise.name}'}"
         for exercise in lab.exercises
     ]
     lines += [
-        f"make grade-{letter}                 the whole table; every exercise fails at first",
-        f"make grade-{letter} ONLY={lab.exercises[0].id}        one exercise",
-        f"make {RUNS.get(letter, f'stage-{letter} LAB={letter}'):20}    run your engine on the tutor",
+        f"make grade-{letter}                 {tr('the whole table; every exercise fails at first')}",
+        f"make grade-{letter} ONLY={lab.exercises[0].id}        {tr('one exercise')}",
+        f"make {RUNS.get(letter, f'stage-{letter} LAB={letter}'):20}    {tr('run your engine on the tutor')}",
     ]
     return "\n".join(lines)
 

@@ -97,7 +97,11 @@ def files_of(letter: str) -> list[Path]:
     for file in found:
         of_lab = re.fullmatch(r"(?:test_)?(?:lab|break)_(\w)\.[\w.-]+", file.name)
         of_stage = next((part[6] for part in file.parts if re.fullmatch(r"stage_[a-f]", part)), "a")
-        is_later = file.parts[0] == "notebooks" and file.suffix == ".ipynb" and f"stage_{file.stem}" not in packages
+        is_later = (
+            file.parts[0] == "notebooks"
+            and file.suffix == ".ipynb"
+            and f"stage_{file.name.partition('.')[0]}" not in packages
+        )
         is_later = is_later and "beyond" not in packages
         is_later |= of_stage not in letters or (of_lab is not None and of_lab[1] not in letters)
         is_later |= str(file) in others and file.parts[0] == "labs"

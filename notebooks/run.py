@@ -4,6 +4,7 @@
     python notebooks/run.py a_naive          # run those whose name begins so
     python notebooks/run.py --check          # write nothing; exit status 1 where one fails or is out of date
 
+`X.zh-CN.ipynb` is the Chinese edition of `X.ipynb`: its own text, and after every run the same code with its outputs.
 A notebook notes, in its metadata, a hash of the code that its outputs came from. So it can be told without running it
 whether somebody has changed a cell since.
 """
@@ -40,6 +41,7 @@ from traitlets.config import Config
 
 from labs.first_cell import BEGINS
 
+CHINESE = ".zh-CN.ipynb"
 METADATA = "six_engines"
 CELL_SECONDS = 300
 # Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets, and what
@@ -48,13 +50,24 @@ NOISE = re.compile(r"\d+%\||^USDT:|TqdmWarning|notebook_tqdm$|^\[(stage_\w+|(bey
 
 
 def notebooks() -> list[Path]:
-    """All notebooks, in reading order."""
-    return sorted(FOLDER.glob("*.ipynb"))
+    """All notebooks, in reading order, without their Chinese editions."""
+    return sorted(path for path in FOLDER.glob("*.ipynb") if not path.name.endswith(CHINESE))
 
 
 def read(path: Path) -> NotebookNode:
     """A notebook, as it is in its file."""
     return nbformat.read(path, as_version=4)
+
+
+def write(notebook: NotebookNode, path: Path) -> None:
+    """Write a notebook, and its code with the outputs into its Chinese edition, if there is one."""
+    nbformat.write(notebook, path)
+    edition = path.with_suffix(CHINESE)
+    if edition.exists():
+        texts = {cell.id: cell.source for cell in read(edition).cells if cell.cell_type == "markdown"}
+        for cell in notebook.cells:
+            cell.source = texts.get(cell.id, cell.source)
+        nbformat.write(notebook, edition)
 
 
 def source_hash(notebook: NotebookNode) -> str:
@@ -160,7 +173,7 @@ def main() -> int:
             failed = True
             continue
         if not options.check:
-            nbformat.write(notebook, path)
+            write(notebook, path)
         print(f" {time.perf_counter() - start:.0f} s", flush=True)
     return 1 if failed else 0
 

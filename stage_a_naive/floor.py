@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from stage_a_naive.checkpoints.experts import experts_of_layers
 from stage_a_naive.checkpoints.model_config import layer_kinds
 from stage_a_naive.contract.outputs import Metrics, synchronized_time
 from stage_a_naive.entrypoints.language import tr
@@ -48,20 +49,27 @@ class ModelBytes:
 
     @property
     def matmul_parameters(self) -> tuple[int, int]:
-        """Number of weights in all layers' matrices and in the LM head, which a step reads once, tied or not."""
+        """Number of weights in all layers' matrices and in the LM head, which a step reads once, tied or not.
+
+        Of a layer's experts, one token uses a few.
+        """
         c = self.config
         queries, keys = c.num_attention_heads * self.head_dim, c.num_key_value_heads * self.head_dim
-        layer = c.hidden_size * (2 * queries + 2 * keys + 3 * c.intermediate_size)
-        return c.num_hidden_layers * layer, c.vocab_size * c.hidden_size
+        mlps = sum(
+            3 * c.intermediate_size if e is None else e.router_rows + 3 * (e.per_token * e.size + e.shared_size)
+            for e in experts_of_layers(c)
+        )
+        attention = c.num_hidden_layers * (2 * queries + 2 * keys)
+        return c.hidden_size * (attention + mlps), c.vocab_size * c.hidden_size
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads: matrices, norms and biases, but only one row of the embedding."""
         c = self.config
         small = (4 if c.model_type == "gemma3_text" else 2) * c.hidden_size
-        if c.model_type == "qwen2":  # a bias on Q, K and V
+        if c.model_type in ("qwen2", "qwen2_moe"):  # a bias on Q, K and V
             small += (c.num_attention_heads + 2 * c.num_key_value_heads) * self.head_dim
-        if c.model_type in ("qwen3", "gemma3_text"):  # a norm over each head's query and key
+        if c.model_type in ("qwen3", "qwen3_moe", "gemma3_text"):  # a norm over each head's query and key
             small += 2 * self.head_dim
         return self.bytes_per_number * (sum(self.matmul_parameters) + c.num_hidden_layers * small + c.hidden_size)
 

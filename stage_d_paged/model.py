@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata
 from stage_d_paged.config import LayerKind, ModelConfig
 from stage_d_paged.kv_cache import KVCache
@@ -36,6 +37,7 @@ from stage_d_paged.weights import WeightLoader
 
 MakeLinear = Callable[[int, dict[str, int], bool, torch.dtype, torch.device], Any]  # makes a module like `Linear`
 MakeEmbedding = Callable[[int, int, torch.dtype, torch.device], Any]  # makes a module like `Embedding`
+MakeMLP = Callable[[ModelConfig, LayerKind, torch.dtype, torch.device, MakeLinear], Any]  # makes a module like `MLP`
 
 
 class Attention(nn.Module):
@@ -108,6 +110,15 @@ class MLP(nn.Module):
         return self.down_proj(self.activation(gate).mul_(up), residual)
 
 
+def make_mlp(config: ModelConfig, kind: LayerKind, dtype: torch.dtype, device: torch.device, linear: MakeLinear) -> MLP:
+    """Make the MLP of a layer; `ModelError` for a layer with experts, which this model lacks."""
+    if kind.experts is not None:
+        raise ModelError(
+            "layers with experts run in stages A to C, by transformers, and in beyond.experts; use its LLM"
+        )
+    return MLP(config, dtype, device, linear)
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
@@ -124,11 +135,12 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         linear: MakeLinear,
+        mlp: MakeMLP,
         kind: LayerKind,
     ) -> None:
         super().__init__()
         self.self_attn = Attention(config, backend, dtype, device, linear, kind)
-        self.mlp = MLP(config, dtype, device, linear)
+        self.mlp = mlp(config, kind, dtype, device, linear)
         for name in self.norms:
             setattr(self, name, self.make_norm(config.hidden_size, config.rms_norm_eps, dtype, device))
         self.most_fused_rows = 0  # for up to this many tokens, stage C's operator computes the norm and the MLP
@@ -186,7 +198,7 @@ class DecoderModel(nn.Module):
         backend: how attention reads the KV cache's blocks.
         max_model_len: positions that the rotary tables cover.
         dtype, device: of its weights.
-        linear, lm_head: make its matrices; called like the default classes.
+        linear, lm_head, mlp: make its matrices and MLPs; called like the defaults.
     """
 
     # Modules with the same interface but maybe of another class: later stages replace them.
@@ -205,6 +217,7 @@ class DecoderModel(nn.Module):
         device: torch.device,
         linear: MakeLinear = Linear,
         lm_head: MakeEmbedding = Embedding,
+        mlp: MakeMLP = make_mlp,
     ) -> None:
         super().__init__()
         self.config = config
@@ -216,7 +229,7 @@ class DecoderModel(nn.Module):
         tables = (RotaryEmbedding(rope, config.head_dim, max_model_len, dtype, device) for rope in ropes)
         self.rotaries = nn.ModuleList(tables)
         make_layer = GemmaLayer if config.is_gemma else DecoderLayer
-        layers = (make_layer(config, backend, dtype, device, linear, kind) for kind in config.layers)
+        layers = (make_layer(config, backend, dtype, device, linear, mlp, kind) for kind in config.layers)
         self.layers = nn.ModuleList(layers)
         for layer, kind in zip(self.layers, config.layers, strict=True):
             layer.rotary = ropes.index(kind.rope)

@@ -17,7 +17,7 @@ from stage_d_paged.config import ModelConfig
 from stage_d_paged.fused_mlp import use_fused_mlp
 from stage_d_paged.kv_cache import KVCache, cpu_num_blocks, cuda_num_blocks
 from stage_d_paged.layers import Embedding, Linear
-from stage_d_paged.model import DecoderModel, MakeEmbedding, MakeLinear
+from stage_d_paged.model import DecoderModel, MakeEmbedding, MakeLinear, MakeMLP, make_mlp
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.weights import TensorSource, WeightLoader, tensor_source
 
@@ -30,6 +30,7 @@ class Formats(NamedTuple):
 
     linear: MakeLinear = Linear
     lm_head: MakeEmbedding = Embedding
+    mlp: MakeMLP = make_mlp
     tensors: Callable[..., TensorSource] = tensor_source
     pool: Any = KVCache  # has `bytes_per_token` too
     backend: Callable[..., AttentionBackend] = pick_backend
@@ -80,7 +81,8 @@ def empty_model(
     formats: Formats,
 ) -> DecoderModel:
     """Make a model with uninitialised weights; `MemoryError` if they do not fit on the device."""
-    make = partial(DecoderModel, config, backend, max_model_len, dtype, linear=formats.linear, lm_head=formats.lm_head)
+    parts = {"linear": formats.linear, "lm_head": formats.lm_head, "mlp": formats.mlp}
+    make = partial(DecoderModel, config, backend, max_model_len, dtype, **parts)
     check_room(make(device=torch.device("meta")), device)
     return make(device=device)
 

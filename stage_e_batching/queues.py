@@ -87,6 +87,7 @@ class Queues:
         # considers none.
         self._refused: set[BatchSequence] = set()
         self._scored: set[Sequence] = set()  # in no queue, and hold blocks
+        self._unscored: dict[Sequence, int] = {}  # found too few blocks; the requests that were admitted since
 
     @property
     def capacity(self) -> int:

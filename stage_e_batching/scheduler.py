@@ -19,7 +19,8 @@ Rules that keep it fair and finite:
 * Each preemption doubles the watermark that a sequence must find at its return: it comes back when there is room to
   stay. A sequence is thus preempted at most about log2(tokens of the pool) times, which bounds the recomputation.
 * A request that does not fit may be overtaken by later ones that do, but at most `MAX_OVERTAKES` times; then none
-  passes it before it is admitted. Short requests do not starve behind a long one, nor a long one behind short ones.
+  passes it before it is admitted. Short requests do not starve behind a long one, nor a long one behind short ones. The
+  same holds for a prompt that is scored (`allocate`), which waits in no queue.
 * Without chunked prefill, prompts run in separate steps; at most `MAX_PROMPT_STEPS` of these follow one another while
   decodes wait.
 
@@ -244,10 +245,16 @@ class Scheduler(Queues):
 
     def _allocate(self, sequence: BatchSequence) -> bool:
         """Allocate blocks for all of a waiting sequence's tokens, if they and the watermark are free."""
+        if any(times >= MAX_OVERTAKES for times in self._unscored.values()):
+            return False
         watermark = self.watermark(sequence)
         if self.block_manager.num_free <= watermark:  # its last block is never shared: skip the look-up
             return False
-        return self.block_manager.allocate(sequence, len(sequence), watermark)
+        if not self.block_manager.allocate(sequence, len(sequence), watermark):
+            return False
+        for unscored in self._unscored:
+            self._unscored[unscored] += 1
+        return True
 
     def watermark(self, sequence: BatchSequence) -> int:
         """Return how many blocks must stay free when `sequence` is admitted, so that running sequences can grow."""
@@ -259,18 +266,22 @@ class Scheduler(Queues):
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give blocks to a prompt that is scored: it is in no queue, and keeps them until `free`.
 
-        As at an admission, those that run must still be able to grow. Returns False, and changes nothing, if too few
-        blocks are free.
+        As at an admission, those that run must still be able to grow. Returns False if too few blocks are free: ask
+        again after the next step. While it waits, at most `MAX_OVERTAKES` requests are admitted.
         """
         self._scored.add(sequence)
         watermark = self.block_manager.blocks_for(WATERMARK * self.num_running)
         if self.block_manager.allocate(sequence, num_tokens, watermark):
+            if self._unscored.pop(sequence, None) is not None:
+                self.note_room()  # requests may be admitted again
             return True
         self._scored.discard(sequence)
+        self._unscored.setdefault(sequence, 0)
         return False
 
     def free(self, sequence: Sequence) -> None:
-        """Take the blocks of a scored prompt back."""
+        """Take the blocks of a scored prompt back, or forget one that waits for blocks."""
         self.block_manager.free(sequence)
         self._scored.discard(sequence)
+        self._unscored.pop(sequence, None)
         self.note_room()

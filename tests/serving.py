@@ -26,12 +26,12 @@ CHAT = [{"role": "user", "content": QUESTION}]
 LONG = {"prompt": QUESTION, "temperature": 0, "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
-def engine(**options: object):
-    """A module's fixture: stage E's engine with the tutor, idle again at the end."""
+def engine(kind: type[LLM] = LLM, **options: object):
+    """A module's fixture: stage E's engine, or another, with the tutor, idle again at the end."""
 
     @pytest.fixture(scope="module")
     def llm() -> Iterator[LLM]:
-        with closing(LLM("tutor", device="cpu", **options)) as llm:
+        with closing(kind("tutor", device="cpu", **options)) as llm:
             yield llm
             assert_idle(llm)
 

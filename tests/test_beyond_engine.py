@@ -11,6 +11,7 @@ import pytest
 from contract.engines import CHATS, ids
 
 import beyond
+import beyond.experts
 import beyond.quantization
 import beyond.scale_out
 import beyond.speculation
@@ -116,5 +117,5 @@ def test_what_cannot_be_combined_is_refused_with_advice(options: dict, message: 
 
 @pytest.mark.fast
 def test_every_package_exports_the_same_engine() -> None:
-    packages = beyond.quantization, beyond.speculation, beyond.scale_out, beyond.windows
+    packages = beyond.quantization, beyond.speculation, beyond.scale_out, beyond.windows, beyond.experts
     assert all(package.LLM is beyond.LLM for package in packages)

@@ -139,6 +139,20 @@ def test_a_stream_has_one_event_per_token_also_for_one_without_text(client, is_c
             assert [choice["logprobs"][name] for choice in told] == [[value] for value in values]
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_what_stopped_an_answer_is_told_at_its_end(client, llm, is_chat):
+    ask = ({"messages": CHAT} if is_chat else {"prompt": QUESTION}) | {"temperature": 0, "max_tokens": 30}
+    [free] = choices(client, **ask)
+    text = free["message"]["content"] if is_chat else free["text"]
+    token = llm.tokenizer.encode(text)[3]
+    for given, reason in (({"stop": text[9:14]}, text[9:14]), ({"stop_token_ids": [token]}, token), ({}, None)):
+        [whole] = choices(client, **ask, **given)
+        *before, last = [event["choices"][0] for event in events(client, **ask, **given)]
+        assert whole["stop_reason"] == last["stop_reason"] == reason
+        assert whole["finish_reason"] == last["finish_reason"] == ("length" if reason is None else "stop")
+        assert not any("stop_reason" in choice for choice in before)
+
+
 def sent(answer: Answer, *news: tuple, breaks: bool = False, include_usage: bool = False) -> list[dict]:
     """What the web server is given to send while these (request, event) come, one after each write."""
     requests = {request.index: request for request, _ in news}.values()
@@ -350,7 +364,7 @@ def told_logprobs(llm, count: int | None, *tokens: dict[int, float]) -> list[dic
     else:
         ask = parse_completion({"prompt": "x", "logprobs": count}, Limits())
     answer = Answer(ask, llm.requests(["x"]), "tutor", llm.tokenizer)
-    chunks = [json.loads(answer.chunk(0, Token(next(iter(one)), "", one), None)) for one in tokens]
+    chunks = [json.loads(answer.chunk(0, Token(next(iter(one)), "", one))) for one in tokens]
     return [chunk["choices"][0]["logprobs"] for chunk in chunks]
 
 

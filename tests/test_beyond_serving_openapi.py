@@ -8,8 +8,8 @@ import re
 import pytest
 from serving import CHAT, QUESTION, engine, get, httpx, running
 
-from beyond.serving.openapi import ENDPOINTS, ChatRequest, CompletionRequest, describe_api
-from beyond.serving.protocol import CHAT_FIELDS, COMPLETION_FIELDS, WHO_ASKS
+from beyond.serving.openapi import ENDPOINTS, ChatRequest, CompletionRequest, TokenizeRequest, describe_api
+from beyond.serving.protocol import CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, WHO_ASKS
 
 pydantic = pytest.importorskip("pydantic")
 
@@ -48,6 +48,7 @@ def server(llm):
 def test_the_models_have_the_fields_that_are_supported() -> None:
     assert set(CompletionRequest.model_fields) == COMPLETION_FIELDS
     assert set(ChatRequest.model_fields) == CHAT_FIELDS
+    assert set(TokenizeRequest.model_fields) == TOKENIZE_FIELDS
     for model in MODELS.values():
         assert all(field.description for field in model.model_fields.values())
 

@@ -343,12 +343,28 @@ def test_two_hundred_requests_are_on_one_screen_and_a_phone_has_details_on_deman
     page.goto(server.url)
     wait(page, "#status", "idle")
     page.evaluate(DRAW, busy(calls, 200))
-    assert page.evaluate("document.querySelector('.engine').scrollHeight") <= height
     is_phone = width < 900
+    assert page.evaluate("document.documentElement.scrollHeight") <= height
+    for part in (".chat", ".engine"):
+        assert page.evaluate(f"(part => part.scrollHeight - part.clientHeight)(document.querySelector('{part}'))") <= 0
     assert page.locator("#more").is_visible() == is_phone and page.locator("#table").is_visible() != is_phone
     if is_phone:
         page.click("#more summary")
         assert page.locator("#table").is_visible()
+
+
+def test_a_long_conversation_on_a_phone_scrolls_in_its_own_box(server, page, calls):
+    page.set_viewport_size({"width": 390, "height": 844})
+    body = f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': 'x' * 2000}}]})}\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.goto(server.url)
+    wait(page, "#status", "idle")
+    page.click("#send")
+    page.wait_for_selector("#send:enabled")
+    page.evaluate(DRAW, busy(calls, 200))
+    assert page.evaluate("document.documentElement.scrollHeight") <= 844
+    height, whole = page.evaluate("(box => [box.clientHeight, box.scrollHeight])(document.getElementById('messages'))")
+    assert 60 < height < whole and page.locator("#send").is_visible()
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(server, page, calls):
@@ -394,6 +410,10 @@ def test_a_browser_that_asks_for_chinese_gets_it_whole(server, page, calls):
         chinese = context.new_page()
         chinese.goto(server.url)
         wait(chinese, "#status", "空闲")
+        lessons = chinese.evaluate("[...document.querySelectorAll('a')].map((link) => new URL(link.href).pathname)")
+        assert len(lessons) > 6
+        for path in set(lessons):
+            assert path.endswith(".zh-CN.md") and re.search("[一-鿿]{4}", get(server, path).text)
         chinese.evaluate(DRAW, busy(calls, 5) | {"failure": "no memory"})
         assert chinese.inner_text("#why") == "请求 600 在等：需要 4 块，空闲 3 块"
         texts = chinese.evaluate("document.body.innerText")
@@ -628,6 +648,7 @@ def test_the_page_loads_nothing_from_elsewhere(server):
         "/page/words.js",
     }
     lessons = {path for path in linked if path.startswith("/lesson/")}
+    lessons |= {path.replace(".md", ".zh-CN.md") for path in lessons}  # what the Chinese page leads to
     assert lessons and all("# " in get(server, path).text for path in lessons)
     own = linked - lessons
     assert own == {f"/page/{path.name}" for path in PAGE.iterdir()} - {"/page/index.html"}

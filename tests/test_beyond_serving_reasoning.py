@@ -54,7 +54,7 @@ def told(llm, splits: bool, *pieces: str, **body: object) -> tuple[list[dict], d
     stream, whole = (Answer(ask, requests, "tutor", llm.tokenizer, splits) for _ in range(2))
     deltas = []
     for i, piece in enumerate(pieces, 1):
-        chunk = json.loads(stream.chunk(0, Token(5, piece), "stop" if i == len(pieces) else None))
+        chunk = json.loads(stream.chunk(0, Token(5, piece), {"finish_reason": "stop"} if i == len(pieces) else None))
         deltas.append(chunk["choices"][0]["delta"])
     metrics = {"num_prompt_tokens": 1, "num_generated_tokens": len(pieces), "num_cached_tokens": 0}
     output = {"text": "".join(pieces), "finish_reason": "stop", "metrics": metrics}

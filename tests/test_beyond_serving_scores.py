@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import closing
 from functools import partial
 
@@ -17,7 +18,7 @@ from stage_a_naive.contract import logprobs
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged import scoring
 from stage_e_batching.calls import Calls
-from stage_e_batching.scoring import score_prompts
+from stage_e_batching.scoring import WAIT_SECONDS, score_prompts
 from stage_f_graph_tp import LLM as StageF
 
 
@@ -108,6 +109,44 @@ def test_a_prompt_waits_for_blocks_and_then_keeps_them_until_it_is_done(server, 
     other.join(60)
     assert answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 190
     assert used[0] == 0 and used[-4:] == [12, 12, 12, True]
+    assert_idle(llm)
+
+
+def test_a_long_prompt_is_scored_while_others_keep_coming(server, llm):
+    ended, is_scored = [], threading.Event()
+
+    def keep_asking(i: int) -> None:
+        while not is_scored.is_set():
+            ended.append(ask(server, prompt=[i + 5] * 60, max_tokens=20, ignore_eos=True).status_code)
+
+    others = [threading.Thread(target=keep_asking, args=(i,)) for i in range(8)]
+    for other in others:
+        other.start()
+    wait_until(lambda: len(ended) > 4)
+    answer = ask(server, prompt=[9] * 370, echo=True, logprobs=1, max_tokens=0)  # all 24 blocks
+    is_scored.set()
+    for other in others:
+        other.join(60)
+    assert answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 370
+    assert set(ended) == {200}
+    assert_idle(llm)
+
+
+def test_a_prompt_whose_blocks_another_thread_has_waits_without_spinning(llm, monkeypatch):
+    monkeypatch.setattr(scoring, "MOST_TOKENS", 16)
+    first = score_prompts([[5] * 300], 1, llm.calls)
+    assert [next(first), next(first)] == [None, None]  # it has begun, and has its blocks
+    tries = []
+    run = scoring.Scoring.step
+    monkeypatch.setattr(scoring.Scoring, "step", lambda self, pool: tries.append(run(self, pool)) or tries[-1])
+    found = []
+    other = threading.Thread(target=lambda: found.append(llm._score([9] * 300, 1)))
+    other.start()
+    time.sleep(0.3)
+    assert 1 <= len(tries) <= 0.3 / WAIT_SECONDS + 1 and not any(tries)
+    first.close()
+    other.join(60)
+    assert [len(one) for one in found] == [300]
     assert_idle(llm)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from beyond import LLM
-from beyond.serving.tool_calls import CallParser
+from beyond.serving.tool_calls import CallParser, error_in_calls
 from beyond.serving.tools import HERMES, LLAMA3_JSON, parse_tools, tool_format, write_grammar
 from stage_a_naive import SamplingParams
 from stage_a_naive.chat import for_template
@@ -309,6 +310,50 @@ def test_a_call_that_is_cut_says_so(client):
     ask = {"messages": TIMES, "temperature": 0, "max_tokens": 100, "tools": TOOLS, "stop": "12"}
     [choice] = client.post(CHATS, json=ask).json()["choices"]
     assert choice["finish_reason"] == "stop" and choice["message"]["tool_calls"]
+
+
+UNIQUE = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3, "uniqueItems": True}
+TWICE = {"type": "object", "properties": {"city": UNIQUE}, "required": ["city"]}  # no grammar can count what came
+
+
+def test_constrained_arguments_that_do_not_match_their_schema_are_an_error(client):
+    ask = {"messages": TIMES, "temperature": 0, "max_tokens": 100, "tools": changed(parameters=TWICE)}
+    forced = ask | {"tool_choice": CLOCK}
+    error = refused(client, **forced)
+    assert (error["code"], error["param"]) == ("form_failed", "tools")
+    assert error["message"].startswith("tools: the arguments of the call of clock do not match tools[1] ($.city: [")
+    events = [
+        json.loads(line[6:]) for line in client.post(CHATS, json=forced | {"stream": True}).text.split("\n\n")[:-2]
+    ]
+    assert events[-1] == {"error": error}
+    assert not any(choice["finish_reason"] for event in events[:-1] for choice in event["choices"])
+    several = [
+        choice
+        for event in messages(client.post(CHATS, json=forced | {"stream": True, "n": 2}).text)[:-1]
+        for choice in event.get("choices", ())
+    ]
+    assert [choice["error"] for choice in several if choice["finish_reason"] == "error"] == [error] * 2
+    assert called(client, tools=changed(parameters=TWICE)) == ([CALL], None, "tool_calls"), "it is not constrained"
+    cut = refused(client, **ask | {"tools": STRICT, "stop": "12"})
+    assert cut["code"] == "form_failed"
+
+
+@pytest.mark.fast
+def test_calls_are_checked_by_the_schemas_that_constrained_them():
+    tools = parse_tools({"tools": [STRICT[0], changed(parameters=TWICE)[1]]}, HERMES)
+    text = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    assert error_in_calls(tools, "no call") is None
+    assert error_in_calls(tools, text % ("calculator", '{"expression": "1"}')) is None
+    assert error_in_calls(tools, text % ("clock", '{"city": ["a", "a"]}')) is None, "only strict tools are constrained"
+    for name, arguments, says in (
+        ("calculator", '{"expression": 1}', r"calculator do not match tools\[0\] \(\$.expression: 1 is not of type"),
+        ("calculator", '{"expression": "1", "more": 1}', "Additional properties"),
+        ("calculator", "{1}", "JSONDecodeError"),
+        ("map", "{}", "the model called map, which it must not"),
+    ):
+        assert re.search(says, str(error_in_calls(tools, f"So: {text % ('clock', '{}')}\n{text % (name, arguments)}")))
+    begun = '<tool_call>\n{"name": "clock", "arguments": {"city'
+    assert "the call of clock is not complete" in str(error_in_calls(tools, begun))
 
 
 def test_a_stream_tells_the_name_first_and_then_arguments_piece_by_piece(client):

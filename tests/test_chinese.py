@@ -1,4 +1,4 @@
-"""The Chinese pages use one term for one thing, and full-width and half-width characters where they belong."""
+"""The Chinese pages: one term for one thing, full- and half-width characters, Chinese texts in tables and pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_editions import CHINESE, CODE, ROOT, without_results
+from benchmarks.chinese import IN_SVG, chinese, chinese_svg, chinese_table
+from tests.test_editions import CHINESE, CODE, ROOT, english, without_results
 
 pytestmark = pytest.mark.fast
 WORDS = tomllib.loads(Path(__file__).with_name("terms.zh-CN.toml").read_text(encoding="utf-8"))
@@ -20,6 +21,16 @@ WIDTHS = {  # what is wrong, and how it looks
     "no space beside full-width punctuation": rf"(?<=\S)(?<![|>#-]) {FULL}|{FULL} (?=[^|\s])",
     "a paragraph of Chinese in one line": rf"(?:{HAN}|{FULL})\n(?!\d+\. )(?={HAN}|[A-Za-z0-9“（])",
 }
+
+LEFT = set(" ".join(WORDS["left"].values()).split())
+RESULTS = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
+NO_WORDS = re.compile(r"`[^`]*`|(?<=\])\([^)]*\)|commit \w+")  # of tables: code, addresses, commits
+PICTURES = sorted(path for path in ROOT.rglob("*.zh-CN.svg") if ".venv" not in path.parts)
+
+
+def in_english(text: str) -> list[str]:
+    """The words of a table or picture that have no translation."""
+    return [word for word in re.findall(r"[A-Za-z]{2,}", NO_WORDS.sub("", text)) if word not in LEFT]
 
 
 def prose(text: str) -> str:
@@ -79,3 +90,44 @@ def test_what_is_right_stays() -> None:
         "先做预填充（prefill），再解码（decode）；共 3<!--=x.y--> 个 token。\n\n- 用 `make`，见 [GPU 表](a.md)：好。\n"
     )
     assert wrong_terms(prose(text)) + wrong_widths(prose(text)) == []
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_tables_of_a_chinese_page_are_in_chinese(page: Path) -> None:
+    lines = "".join(text for _, text in RESULTS.findall(page.read_text(encoding="utf-8"))).splitlines()
+    assert {line: words for line in lines if (words := in_english(line))} == {}, "add them to words.zh-CN.toml"
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_chinese_picture_is_the_english_one_with_chinese_texts(picture: Path) -> None:
+    text = chinese_svg(english(picture).read_text(encoding="utf-8"))
+    assert picture.read_text(encoding="utf-8") == text, "run `make report`"
+    assert [said for _, said in IN_SVG.findall(text) if in_english(said)] == [], "add them to words.zh-CN.toml"
+
+
+def test_a_chinese_page_shows_chinese_pictures() -> None:
+    shown = [(page, name) for page in CHINESE for name in re.findall(r"\]\(([^)]*\.svg)\)", page.read_text("utf-8"))]
+    assert [f"{page}: {name}" for page, name in shown if "http" not in name and ".zh-CN." not in name] == []
+
+
+@pytest.mark.parametrize(
+    ("english", "said"),
+    [
+        ("floor, µs", "下限，µs"),
+        ("1,024 requests, 128 in, 128–256 out", "1,024 个请求，输入 128，输出 128–256"),
+        ("medians of 9 samples of 10 replays.", "9 个样本的中位数，每个样本重放 10 次。"),
+        ("*F*, `Upgrade: h2c`", "*F*，`Upgrade: h2c`"),
+        ("Q [T, 14, 64]", "Q [T, 14, 64]"),
+        ("17.2 (16.1–19.0), 1.00 ×", "17.2 (16.1–19.0), 1.00 ×"),
+        ("a new head", "a new head"),
+    ],
+)
+def test_a_text_is_translated_in_parts_and_keeps_its_numbers(english: str, said: str) -> None:
+    assert chinese(english) == said
+    assert bool(in_english(said)) == (said == "a new head")
+
+
+def test_a_table_is_translated_cell_by_cell() -> None:
+    lines = ["| engine | steps |", "|---|---:|", "| [E](../e/README.md) | 1, 2 |", "", "as above. `make a`."]
+    said = ["| 引擎 | 步数 |", "|---|---:|", "| [E](../e/README.zh-CN.md) | 1, 2 |", "", "同上。`make a`。"]
+    assert chinese_table(lines) == said

@@ -40,12 +40,12 @@ def links(text: str, page: Path) -> list[str]:
         if anchor and path.suffix == ".md":
             anchor = str(anchors(path).index(anchor)) if anchor in anchors(path) else f"no heading {anchor}"
         if not name or english(path).resolve() != english(page).resolve():
-            found.append(f"{english(path).name if not name else name.replace('.zh-CN.md', '.md')}#{anchor}")
+            found.append(f"{english(path).name if not name else name.replace('.zh-CN.', '.')}#{anchor}")
     return found
 
 
 def english(page: Path) -> Path:
-    return page.with_name(page.name.replace(".zh-CN.md", ".md"))
+    return page.with_name(page.name.replace(".zh-CN.", "."))
 
 
 def typed(text: str, page: Path) -> list[str]:
@@ -103,9 +103,10 @@ def test_both_editions_have_the_same_parts(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_chinese_page_links_to_chinese_pages_where_there_are_some(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#:]+)\.md(?:#[^)]*)?\)", prose(without_results(page.read_text(encoding="utf-8"))))
-    paths = [page.parent / f"{target}.zh-CN.md" for target in targets]
+def test_a_chinese_page_links_to_chinese_pages_and_shows_chinese_pictures_where_there_are_some(page: Path) -> None:
+    pattern = r"\]\(([^)#:]+)\.(md|svg|png|webp|ipynb)(?:#[^)]*)?\)"
+    targets = re.findall(pattern, prose(page.read_text(encoding="utf-8")))
+    paths = [page.parent / f"{target}.zh-CN.{kind}" for target, kind in targets]
     assert [str(path.name) for path in paths if path.exists() and path.resolve() != page.resolve()] == []
 
 

@@ -142,12 +142,15 @@ def test_a_cell_runs_the_learners_stage_and_grades_what_it_names(clone):
 
 
 @pytest.mark.parametrize("letter", load_labs())
-def test_a_notebook_is_made_from_the_handout_and_the_starter(letter):
-    written = (notebook.FOLDER / f"lab_{letter}.ipynb").read_text(encoding="utf-8")
-    assert written == notebook.notebook(load_labs()[letter]), "run `python -m labs.notebook`"
-    for kind, text in notebook.cells_of(load_labs()[letter]):
-        if kind == "code":
-            compile(text, letter, "exec")
+def test_both_notebooks_are_made_from_the_handout_and_the_starter_with_equal_code(letter):
+    code = []
+    for edition in notebook.EDITIONS:
+        written = (notebook.FOLDER / f"lab_{letter}{edition}.ipynb").read_text(encoding="utf-8")
+        assert written == notebook.notebook(load_labs()[letter], edition), "run `python -m labs.notebook`"
+        code.append([text for kind, text in notebook.cells_of(load_labs()[letter], edition) if kind == "code"])
+    assert code[0] == code[1]
+    for text in code[0]:
+        compile(text, letter, "exec")
 
 
 ANSWER = """

@@ -21,7 +21,7 @@ from stage_a_naive.entrypoints import language
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
 SPEAKING = ["tools/doctor.py", "labs/report.py", "stage_a_naive/__main__.py", "stage_a_naive/floor.py"]
-SPEAKING += ["stage_a_naive/entrypoints/cli.py", "labs/progress.py", "labs/hint.py"]
+SPEAKING += ["stage_a_naive/entrypoints/cli.py", "labs/progress.py", "labs/hint.py", "labs/starter.py"]
 SPEAKING += [f"{stage}/__main__.py" for stage in ("stage_b_decode_step", "stage_c_fused_mlp", "stage_d_paged")]
 SPEAKING += ["stage_e_batching/__main__.py", "stage_f_graph_tp/__main__.py"]
 LOCALE = Path(language.__file__).with_name("locale")

@@ -30,6 +30,7 @@ from labs import first_cell  # noqa: E402
 MOST_BYTES = 600_000
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"(=])(/[\w.-]+/|[A-Z]:\\)""")
 
+EDITIONS = [edition for path in run.notebooks() if (edition := path.with_suffix(run.CHINESE)).exists()]
 each_notebook = pytest.mark.parametrize("path", run.notebooks(), ids=lambda path: path.stem)
 
 
@@ -81,7 +82,9 @@ def outside(code: str, folder: Path, **environment: str) -> subprocess.Completed
     return subprocess.run(command, cwd=folder, env=ours, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("path", [*run.notebooks(), *sorted(ROOT.glob("labs/notebooks/*.ipynb"))], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [*run.notebooks(), *EDITIONS, *sorted(ROOT.glob("labs/notebooks/*.ipynb"))], ids=lambda p: p.stem
+)
 def test_every_notebook_begins_with_a_way_to_colab_and_the_same_first_cell(path):
     where = "notebooks" if path.parent.name == "notebooks" and path.parent.parent == ROOT else "."
     assert first_code_cell(path).startswith(first_cell.FIRST_CELL.replace("{folder}", where))
@@ -184,7 +187,36 @@ def test_every_figure_is_there(path):
             assert has_image(cell), cell.source
 
 
-@each_notebook
+@pytest.mark.parametrize("path", EDITIONS, ids=lambda path: path.stem)
+def test_a_chinese_edition_has_its_own_text_and_the_same_code_with_the_same_outputs(path):
+    editions = run.read(path), run.read(path.with_name(path.name.replace(run.CHINESE, ".ipynb")))
+    chinese, english = ([(cell.id, cell.cell_type) for cell in notebook.cells] for notebook in editions)
+    assert chinese == english, "cells of one edition that the other lacks"
+    assert code_cells(editions[0]) == code_cells(editions[1]), "run `python notebooks/run.py`"
+    texts = [cell.source for cell in editions[0].cells if cell.cell_type == "markdown"]
+    assert [text for text in texts if not re.search("[一-鿿]", text)] == []
+    for target in re.findall(r"\]\(([^)#:]+)\)", "".join(texts).replace(english_link(path), "")):
+        edition = (path.parent / target).with_suffix(f".zh-CN{Path(target).suffix}")
+        assert ".zh-CN." in target or not edition.exists(), f"{target} has a Chinese edition"
+
+
+def english_link(path: Path) -> str:
+    return f"[English]({path.name.replace(run.CHINESE, '.ipynb')})"
+
+
+def test_a_run_writes_its_code_and_outputs_into_the_chinese_edition_and_leaves_its_text(tmp_path):
+    new = new_notebook(cells=[new_markdown_cell("text", id="a"), new_code_cell("f()", id="b")])
+    old = new_notebook(cells=[new_markdown_cell("文", id="a"), new_code_cell("g()", id="b")])
+    nbformat.write(old, tmp_path / "x.zh-CN.ipynb")
+    new.cells[1].outputs = [new_output("stream", text="2")]
+    run.write(new, tmp_path / "x.ipynb")
+    run.write(new_notebook(cells=new.cells[:1]), tmp_path / "y.ipynb")
+    english, chinese = run.read(tmp_path / "x.ipynb"), run.read(tmp_path / "x.zh-CN.ipynb")
+    assert code_cells(english) == code_cells(chinese) == new.cells[1:] and not list(tmp_path.glob("y.zh*"))
+    assert (english.cells[0].source, chinese.cells[0].source) == ("text", "文")
+
+
+@pytest.mark.parametrize("path", [*run.notebooks(), *EDITIONS], ids=lambda path: path.stem)
 def test_its_links_lead_somewhere(path):
     for cell in run.read(path).cells:
         if cell.cell_type == "markdown":

@@ -1,7 +1,8 @@
 """Every engine computes with a pretrained model what transformers computes; where `make real-model` has built it.
 
 The texts are the course's own lessons. Rounding decides between two tokens whose scores are almost equal: a first
-difference counts where the two best logits are further apart than `CLOSE`, and all are printed (`pytest -s`).
+difference counts where the two best logits are further apart than `CLOSE`, and all are printed (`pytest -s`). On two
+CPU cores the file takes most of an hour.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "build" / "models" / "gemma-3-270m"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not MODEL.is_dir(), reason=f"no {MODEL.relative_to(ROOT)}: `make real-model` builds it"),
 ]
-CPU, WINDOW, CLOSE = torch.device("cpu"), 512, 1e-3
+WINDOW, CLOSE = 512, 1e-3
 LENGTHS = [2 * WINDOW + 30, *range(8, 46, 2)]  # of 20 prompts; the first one is longer than two windows
-ANSWER, FEW = 24, 8  # tokens of an answer; of those of engines that run requests one after another
-OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 1200, "kvcache_block_size": 16, "max_num_seqs": 24}
+ANSWER = 200  # tokens
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 1300, "kvcache_block_size": 16, "max_num_seqs": 24}
 ENGINES = {
     "d": ("stage_d_paged", {}),
     "e, in pieces": ("stage_e_batching", {"max_num_batched_tokens": 200}),
-    "e, preempted": ("stage_e_batching", {"num_kvcache_blocks": 80}),
+    "e, preempted": ("stage_e_batching", {"num_kvcache_blocks": 90}),
     "f, recorded": ("stage_f_graph_tp", {"max_num_batched_tokens": 200}),
     "f, two ranks": ("stage_f_graph_tp", {"tensor_parallel_size": 2}),
 }
@@ -74,47 +75,48 @@ def engine(package: str, **options: object) -> Iterator[NaiveLLM]:
         llm.close()
 
 
-def greedy(llm: NaiveLLM, given: list[list[int]], count: int = ANSWER) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    return [output["token_ids"] for output in llm.generate(given, params, False)]
+def greedy(llm: NaiveLLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    return [output["token_ids"] for output in llm.generate(prompts(), params, False)]
 
 
-@cache
 @torch.inference_mode()
-def expected(prompt: tuple[int, ...], answer: tuple[int, ...]) -> list[tuple[int, float]]:
-    """What transformers puts in the place of each token of an answer, and by how much it is above the second best."""
+def logits_of(prompt: list[int], answer: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What transformers computes for the place of each token of an answer, `[tokens, vocabulary]`, in float32."""
     ids = torch.tensor([[*prompt, *answer[:-1]]])
-    logits = transformers_model()(ids, logits_to_keep=len(answer)).logits[0]
-    best, second = logits.topk(2).values.unbind(-1)
-    return list(zip(logits.argmax(-1).tolist(), (best - second).tolist(), strict=True))
+    return transformers_model(dtype)(ids, logits_to_keep=len(answer)).logits[0].float()
 
 
-def check(answers: list[list[int]], given: list[list[int]]) -> None:
-    """Compare answers with transformers, token by token up to the first difference of each."""
-    equal, close, smallest = 0, [], float("inf")
-    for index, (prompt, answer) in enumerate(zip(given, answers, strict=True)):
-        for place, (token, (right, margin)) in enumerate(
-            zip(answer, expected(tuple(prompt), tuple(answer)), strict=True)
-        ):
-            smallest = min(smallest, margin)
-            if token != right:
-                assert margin < CLOSE, f"prompt {index}, token {place}: {token} and not {right}, {margin:.4f} apart"
-                close.append((index, place, margin))
-                break
-            equal += 1
-    print(
-        f"\n{equal} of {sum(map(len, answers))} tokens equal, smallest margin {smallest:.5f}; close: {close or 'none'}"
-    )
+def check(answers: list[list[int]], dtype: torch.dtype = torch.float32) -> None:
+    """Compare answers with transformers in float32, token by token up to the first difference of each.
+
+    In bfloat16 a difference counts where the token's logit is further below the best than transformers' own bfloat16
+    moves the difference of two logits anywhere in that answer.
+    """
+    equal, close, smallest, compared = 0, [], float("inf"), 0
+    for index, (prompt, answer) in enumerate(zip(prompts(), answers, strict=True)):
+        logits = logits_of(prompt, answer)
+        best, second = logits.topk(2)[0].unbind(-1)
+        differing = (logits.argmax(-1) != torch.tensor(answer)).nonzero().flatten().tolist()
+        end = differing[0] if differing else len(answer)
+        equal, compared, smallest = equal + end, compared + len(answer), min(smallest, (best - second).min().item())
+        if differing:
+            allowed = CLOSE if dtype == torch.float32 else 2 * (logits_of(prompt, answer, dtype) - logits).abs().max()
+            below = (best[end] - logits[end, answer[end]]).item()
+            assert below < allowed, f"prompt {index}, token {end}: {answer[end]} is {below:.4f} below the best"
+            close.append((index, end, round(below, 4)))
+    print(f"\n{equal} of {compared} tokens equal, smallest margin {smallest:.5f}; first differences: {close or 'none'}")
 
 
 @torch.inference_mode()
 def final_states(llm: PagedLLM, ids: list[int]) -> torch.Tensor:
-    """Stage D's states of all positions, `[tokens, hidden]`."""
+    """Stage D's states of all positions, `[tokens, hidden]`, on a CPU."""
     runtime, sequence = llm.runtime, Sequence(completion_of(ids))
     manager = BlockManager(len(ids) // runtime.block_size + 1, runtime.block_size)
     assert manager.allocate(sequence, len(sequence))
-    batch = flat_batch([Chunk(sequence, 0, len(ids))], runtime.block_size, CPU)
-    return runtime.model(batch.input_ids, batch.positions, runtime.make_pool(manager.num_blocks), batch.metadata)
+    batch = flat_batch([Chunk(sequence, 0, len(ids))], runtime.block_size, llm.device)
+    pool = runtime.make_pool(manager.num_blocks)
+    return runtime.model(batch.input_ids, batch.positions, pool, batch.metadata).cpu()
 
 
 @torch.inference_mode()
@@ -140,30 +142,38 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     with engine(package, **OPTIONS | options) as llm:
         if name == "f, recorded":
             record(llm)
-        answers = greedy(llm, prompts())
-        check(answers, prompts())
+        answers = greedy(llm)
+        check(answers)
         if name == "e, preempted":
             assert llm.calls.stats()["num_preemptions"] > 0
         if name == "e, in pieces":  # the long prompt's blocks are there
-            outputs = llm.generate(prompts()[:1], SamplingParams(temperature=0, max_tokens=FEW, ignore_eos=True), False)
-            assert outputs[0]["token_ids"] == answers[0][:FEW]
+            outputs = llm.generate(prompts()[:1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), False)
+            assert outputs[0]["token_ids"] == answers[0][:8]
             assert outputs[0]["metrics"]["num_cached_tokens"] >= 2 * WINDOW
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("package", ["stage_a_naive", "stage_b_decode_step", "stage_c_fused_mlp"])
 def test_greedy_tokens_of_stages_with_one_request_at_a_time_are_too(package: str) -> None:
-    few = prompts()[:2]
     with engine(package, device="cpu", dtype="float32") as llm:
-        check(greedy(llm, few, FEW), few)
+        check(greedy(llm))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["d", "e, in pieces", "e, preempted", "f, recorded"])
+def test_greedy_tokens_in_bfloat16_on_a_gpu_differ_where_rounding_decides(name: str) -> None:
+    package, options = ENGINES[name]
+    with engine(package, **OPTIONS | options | {"device": "cuda", "dtype": "bfloat16"}) as llm:
+        check(greedy(llm), torch.bfloat16)
 
 
 @torch.inference_mode()
-def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is(device: str) -> None:
     ids = text()[: WINDOW + 88]
     right = transformers_model().model(torch.tensor([ids])).last_hidden_state[0]
     theirs = transformers_model(torch.bfloat16).model(torch.tensor([ids])).last_hidden_state[0].float()
-    with engine("stage_d_paged", **OPTIONS | {"dtype": "bfloat16"}) as llm:
+    with engine("stage_d_paged", **OPTIONS | {"device": device, "dtype": "bfloat16"}) as llm:
         ours = final_states(llm, ids).float()
     distance = [((states - right).norm() / right.norm()).item() for states in (ours, theirs)]
     last = [transformers_model().lm_head(states[-200:]) for states in (right, ours, theirs)]

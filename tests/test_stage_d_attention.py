@@ -272,7 +272,7 @@ def test_a_captured_decode_stays_right_when_lengths_and_blocks_change(name):
     query, metadata = batches[0][0].clone(), batches[0][3]
     k_cache, v_cache = torch.zeros(2, widest, 256, 2, 64, device=CUDA, dtype=torch.bfloat16)
     tables = torch.full((4, 7), -1, dtype=torch.int32, device=CUDA)
-    contexts = metadata.context_lens.clone()
+    contexts = torch.zeros_like(metadata.context_lens)  # the tables name no block yet
     captured_metadata = AttentionMetadata(metadata.cu_seqlens_q, contexts, metadata.slot_mapping, tables, 1, 1536)
     backend.attend(query, k_cache, v_cache, captured_metadata, 0.125)
     graph = torch.cuda.CUDAGraph()

@@ -77,6 +77,33 @@ def test_no_more_than_max_num_seqs_run_and_all_of_them_get_on():
     assert calls.engine.counters.num_finished == 20
 
 
+def test_a_prompt_that_is_scored_gets_its_blocks_under_lasting_overload_and_then_requests_go_on():
+    calls = make_calls(num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler, scored = calls.engine.scheduler, BatchSequence(completion_of(prompt_of(60)))
+
+    def step_under_load() -> int:
+        while len(scheduler.waiting) < 3:
+            add(calls, 10, 6, phrase=len(scheduler.unfinished) + 1)
+        calls.step()
+        return calls.engine.counters.num_finished
+
+    for _ in range(9):
+        step_under_load()
+    before = step_under_load()
+    while not scheduler.allocate(scored, 60):
+        step_under_load()
+        assert calls.engine.counters.num_finished <= before + MAX_OVERTAKES + scheduler.max_num_seqs
+        assert scheduler.unfinished
+    assert calls.engine.counters.num_finished > before + 1  # a few may pass it
+    scheduler.free(scored)
+    after = calls.engine.counters.num_finished
+    assert any(step_under_load() > after + MAX_OVERTAKES for _ in range(200))
+    assert not scheduler.allocate(scored, 60)
+    scheduler.free(scored)  # whoever asked has gone: nobody waits for it
+    after = calls.engine.counters.num_finished
+    assert any(step_under_load() > after + 2 * MAX_OVERTAKES for _ in range(400))
+
+
 def test_decodes_go_on_while_a_long_prompt_is_prefilled_in_chunks():
     calls = make_calls(**ROOMY)
     add(calls, 4, 40)

@@ -26,7 +26,14 @@ from beyond.quantization.layers import QuantizedLinear
 from stage_d_paged.layers import RMSNorm
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.kernels.elementwise import rms_norm, rotate_and_store
-from stage_f_graph_tp.kernels.fused_layers import MAX_TILES, SkinnyGemms, move_norm_weights, replace_layers
+from stage_f_graph_tp.kernels.fused_layers import (
+    MAX_TILES,
+    FusedLayer,
+    MakeLayer,
+    SkinnyGemms,
+    move_norm_weights,
+    replace_layers,
+)
 from stage_f_graph_tp.kernels.skinny_gemm import skinny_limit
 
 SKINNY_MAX_TOKENS = 64  # for 8-bit matrices; stage F's limit is for 16-bit matrices
@@ -74,8 +81,8 @@ class QuantizedProducts:
         return total if gain is None else products.scale_rows(total, gain, self._pdl)
 
 
-def fuse_layers(model: DecoderModel, options: Options) -> None:
-    """Replace a model's layers by stage F's fused ones, in place; no weight is copied."""
+def fuse_layers(model: DecoderModel, options: Options, make_layer: MakeLayer = FusedLayer) -> None:
+    """Replace a model's layers by stage F's fused ones, in place; no weight is copied. `make_layer` as in stage F."""
     backend, device = model.layers[0].self_attn.backend, model.norm.weight.device
     store = rotate_and_store if options.kv_cache_dtype == "auto" else triton_store.rotate_and_store
     elementwise, pdl = options.uses("fused_layers"), options.uses("pdl")
@@ -87,4 +94,4 @@ def fuse_layers(model: DecoderModel, options: Options) -> None:
         products = SkinnyGemms(device, most, pdl)
     else:
         products = QuantizedProducts(device, most, pdl)
-    replace_layers(model, backend, products, store, elementwise=elementwise, pdl=pdl)
+    replace_layers(model, backend, products, store, elementwise=elementwise, pdl=pdl, make_layer=make_layer)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from beyond.experts.parts import with_experts
 from beyond.options import Options
 from beyond.quantization.attention import pick_quantized_backend
 from beyond.quantization.checkpoint import open_tensors
@@ -53,7 +54,8 @@ def load_quantized_runtime(
     build: Callable[..., DecoderModel] = build_model,
 ) -> Runtime:
     """Load a model as stage D's `load_runtime` does, in the formats that the options ask for."""
-    return load_runtime(source, options, device, dtype, seed, build, choose_layers, make_formats(options, device))
+    formats = with_experts(make_formats(options, device), source, options, device)
+    return load_runtime(source, options, device, dtype, seed, build, choose_layers, formats)
 
 
 def choose_layers(model: DecoderModel, options: Options, device: torch.device) -> str:
@@ -62,6 +64,10 @@ def choose_layers(model: DecoderModel, options: Options, device: torch.device) -
 
 
 def _choose_layers(model: DecoderModel, options: Options, device: torch.device) -> str:
+    if model.config.has_experts and device.type == "cuda":
+        from beyond.experts.fused_layers import choose_layers as choose_expert_layers  # here: only a GPU needs Triton
+
+        return choose_expert_layers(model, options)
     if options.quantization is not None and device.type != "cuda":
         return "layers: PyTorch's; every product dequantises its matrix first"
     fused = options.uses("fused_layers") or options.uses("skinny_gemm")

@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from beyond.serving.protocol import Ask
 from beyond.serving.reasoning import ReasoningSplit
-from beyond.serving.tool_calls import CallParser
+from beyond.serving.tool_calls import CallParser, error_in_calls
 from stage_a_naive.contract.detokenize import IncrementalDecoder, placeholder
 from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, Request
@@ -67,6 +67,17 @@ class Answer:
             self._splits = [ReasoningSplit(text_of(prompt[-8:], tokenizer)) for prompt in self._prompts]
         self._calls: dict[int, CallParser] = {}  # by choice: find the calls of tools
 
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether an answer that has ended needs `checked`, which may take long."""
+        return self._ask.tools is not None and self._ask.tools.grammar is not None
+
+    def checked(self, output: GenerationOutput) -> GenerationOutput:
+        """Return an answer that has ended; with an error if its constrained calls are not what their schemas allow."""
+        assert self._ask.tools is not None
+        error = error_in_calls(self._ask.tools, output["text"]) if output["finish_reason"] == "stop" else None
+        return output if error is None else {**output, "finish_reason": "error", "error": error}
+
     def whole(
         self,
         outputs: Sequence[GenerationOutput],
@@ -91,23 +102,27 @@ class Answer:
             content = {"message": self._message(index, text)} if self._ask.is_chat else {"text": text}
             logprobs, reason = self._logprobs(index, told), self._finish_reason(index, output["finish_reason"])
             choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+            choice["stop_reason"] = output.get("stop_reason")  # as in vLLM
             if self._ask.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = self._prompt_logprobs(index, scores[prompt])
             choices.append(choice)
         return self._head | {"choices": choices, "usage": self.usage(outputs)}
 
-    def chunk(self, index: int, token: Token | None, finish_reason: str | None, error: dict | None = None) -> str:
+    def chunk(
+        self, index: int, token: Token | None, ended: GenerationOutput | None = None, error: dict | None = None
+    ) -> str:
         """One token of choice number `index` as JSON, also when its text is still empty; None is an end alone.
 
         Args:
+            ended: the whole answer, with its last token.
             error: what a choice that has failed tells besides.
         """
         tells_role = self._ask.is_chat and index not in self._begun
         if self._ask.continuous_usage:
             self._num_told[index] += token is not None
         more = self._ask.params.logprobs is not None or self._ask.continuous_usage
-        if finish_reason or tells_role or more or self._splits or self._ask.tools is not None:
-            chunk = self._chunk(index, token, finish_reason)
+        if ended or tells_role or more or self._splits or self._ask.tools is not None:
+            chunk = self._chunk(index, token, ended)
             chunk["choices"][0] |= error or {}
             self._begun.add(index)
             return as_json(chunk)
@@ -117,15 +132,18 @@ class Answer:
         before, behind = self._around[index]
         return f"{before}{as_json(token.text)}{behind}"
 
-    def _chunk(self, index: int, token: Token | None, finish_reason: str | None) -> dict[str, Any]:
+    def _chunk(self, index: int, token: Token | None, ended: GenerationOutput | None) -> dict[str, Any]:
         text = token.text if token else ""
         if self._ask.is_chat:
             role = {} if index in self._begun else {"role": "assistant"}
-            content = {"delta": role | self._delta(index, text, finish_reason is not None)}
+            content = {"delta": role | self._delta(index, text, ended is not None)}
         else:
             content = {"text": text}
-        logprobs, reason = self._logprobs(index, [token] if token else []), self._finish_reason(index, finish_reason)
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        logprobs = self._logprobs(index, [token] if token else [])
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+        if ended is not None:
+            choice["finish_reason"] = self._finish_reason(index, ended["finish_reason"])
+            choice["stop_reason"] = ended.get("stop_reason")
         usage: dict[str, Any] = {"usage": None} if self._ask.include_usage else {}
         if self._ask.continuous_usage:
             prompt, completion = len(self._prompts[index]), self._num_told[index]
@@ -153,7 +171,7 @@ class Answer:
             self._calls[index] = CallParser(tools.format, tools.several)
         return thought | self._calls[index].feed(text, ends)
 
-    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+    def _finish_reason(self, index: int, reason: str) -> str:
         """Why an answer ends; one that ends by itself and has called tools waits for what they return."""
         called = index in self._calls and self._calls[index].has_called
         return "tool_calls" if reason == "stop" and called else reason

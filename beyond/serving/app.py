@@ -35,10 +35,12 @@ from beyond.serving.messages import Messages
 from beyond.serving.metrics import exposition
 from beyond.serving.openapi import HEADERS, describe_api, docs_page
 from beyond.serving.protocol import (
+    TOKENIZE_FIELDS,
     Ask,
     Limits,
     RequestError,
     boolean,
+    chat_tools,
     check_fields,
     conversation,
     parse_chat,
@@ -225,7 +227,7 @@ class Api:
 
     async def tokenize(self, body: object) -> Response:
         """`POST /tokenize`: a text or a conversation to token ids, as in vLLM."""
-        fields = check_fields(body, {"model", "prompt", "messages", "add_special_tokens", "chat_template_kwargs"})
+        fields = check_fields(body, TOKENIZE_FIELDS)
         self._check_model(fields.get("model"))
         prompt, messages = fields.get("prompt"), fields.get("messages")
         given, adds_special = fields.keys() & {"prompt", "messages"}, boolean(fields, "add_special_tokens", True)
@@ -236,7 +238,8 @@ class Api:
                 assert isinstance(prompt, str)
                 ids = await asyncio.to_thread(self.llm.llm.encode, 0, prompt, adds_special)
             else:
-                ids = await asyncio.to_thread(self._chat_ids, conversation(messages), template_kwargs(fields))
+                arguments = template_kwargs(fields, chat_tools(body, fields, self._tool_format))
+                ids = await asyncio.to_thread(self._chat_ids, conversation(messages), arguments)
         except ValueError as error:
             raise self._refused(error, "prompt" if messages is None else "messages") from None
         return JSONResponse({"count": len(ids), "max_model_len": self.llm.llm.max_model_len, "tokens": ids})
@@ -322,6 +325,8 @@ class Api:
                         outputs[request.index] = event.output
         order = range(len(requests))
         ended = [outputs[i] for i in order]
+        if answer.constrains_calls:
+            ended = await asyncio.to_thread(lambda: [answer.checked(output) for output in ended])
         if all("error" in output for output in ended):
             returned(ended)
         whole = answer.whole(ended, [tokens[i] for i in order], scores)

@@ -91,7 +91,10 @@ class Stream(Call):
 
 
 def groups(prompts: list[list[int]], most: int = MOST_TOKENS) -> Iterator[list[list[int]]]:
-    """Group prompts, in their order: at most `most` tokens, or one prompt that is longer."""
+    """Group prompts, in their order: at most `most` tokens, or one prompt that is longer.
+
+    A group is what the engine does for one caller before it is another's turn, or before the caller may give up.
+    """
     group: list[list[int]] = []
     for prompt in prompts:
         if group and sum(map(len, group)) + len(prompt) > most:

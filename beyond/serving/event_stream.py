@@ -90,6 +90,8 @@ class EventStream:
 
         try:
             async for news in self._stream:
+                if self._answer.constrains_calls and any(event.output is not None for _, event in news):
+                    news = await asyncio.to_thread(self._checked, news)
                 frames = list(self._frames(news))
                 errors = [output["error"] for output in self._outputs.values() if "error" in output]
                 if len(errors) == self._answer.num_choices:
@@ -106,6 +108,16 @@ class EventStream:
             self.code = as_request_error(error).code or "invalid_request"
             await send_on(frame(as_json(error_body(error))) + DONE, more=False)
 
+    def _checked(self, news: list[tuple[Request, Event]]) -> list[tuple[Request, Event]]:
+        """Return the news with errors where answers have ended whose calls are wrong."""
+        checked = []
+        for request, event in news:
+            if event.output is not None:
+                output = self._answer.checked(event.output)
+                event = event._replace(output=output, error=output.get("error"))
+            checked.append((request, event))
+        return checked
+
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
         """Yield a server-sent event for every token; the last of an answer carries the reason of its end.
 
@@ -113,17 +125,17 @@ class EventStream:
         end of an answer that has failed tells the error; that of the only one is the end of the stream.
         """
         for request, event in news:
-            index, tokens, reason, error = request.index, event.tokens, None, None
+            index, tokens, ended, error = request.index, event.tokens, None, None
             if event.output is not None:
                 self._outputs[index] = event.output
             if event.output is not None and (event.error is None or self._answer.num_choices > 1):
-                reason = event.output["finish_reason"]
+                ended = event.output
                 error = event.error and error_body(event.error)
                 *tokens, last = tokens or [None]
             for token in tokens:
-                yield frame(self._answer.chunk(index, token, None))
-            if reason is not None:
-                yield frame(self._answer.chunk(index, last, reason, error))
+                yield frame(self._answer.chunk(index, token))
+            if ended is not None:
+                yield frame(self._answer.chunk(index, last, ended, error))
 
     def _last_frames(self) -> Iterator[bytes]:
         if self._include_usage:

@@ -42,9 +42,9 @@ HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none
 PICTURE_SECONDS = 0.05
 SILENT_SECONDS = 2  # without a picture, after which the page says so
 ROOT = Path(__file__).resolve().parents[2]
-LESSONS = (  # that the page's words lead to
-    "docs/glossary.md", "beyond/serving/page.md", "beyond/speculation/README.md", "beyond/structured/README.md",
-    "stage_d_paged/README.md", "stage_e_batching/README.md", "stage_e_batching/README.zh-CN.md",
+LESSONS = (  # that the page's words lead to, in both editions
+    "docs/glossary", "beyond/serving/page", "beyond/speculation/README", "beyond/structured/README",
+    "stage_d_paged/README", "stage_e_batching/README",
 )  # fmt: skip
 
 
@@ -68,7 +68,11 @@ class LiveView:
         return [
             Route("/", _file(PAGE / "index.html")),
             *(Route(f"/page/{path.name}", _file(path)) for path in files),
-            *(Route(f"/lesson/{name}", _file(ROOT / name)) for name in LESSONS),
+            *(
+                Route(f"/lesson/{name}{edition}", _file(ROOT / f"{name}{edition}"))
+                for name in LESSONS
+                for edition in (".md", ".zh-CN.md")
+            ),
             Route("/live/events", self._api.guarded(self.events), methods=["GET"]),
             Route("/live/control", self._api.post(self.control), methods=["POST"]),
         ]

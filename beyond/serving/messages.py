@@ -1,28 +1,35 @@
 """`/v1/messages`, the API of Anthropic's clients, translated into chats.
 
-    system, messages, stop_sequences, output_config.format -> a chat -> blocks of text and thinking
+    system, messages, tools, stop_sequences, output_config.format -> a chat -> blocks: thinking, text, tool_use
 
-Fields: https://docs.anthropic.com/en/api/messages. What the chat path does not have (tools, images) is refused by name.
-Whether a stop string or the model itself ended an answer is not told apart: the reason is `end_turn`.
+A message of the user may hold results of tools, which a chat has as messages of the role `tool`. A result that is an
+error (`is_error`) must say so in its text: chat templates know no more.
+
+Fields: https://docs.anthropic.com/en/api/messages. What the chat path does not have (images, tools that the server
+runs) is refused by name.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from pydantic_core import from_json
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from beyond.serving.protocol import RequestError, check_fields
-from beyond.serving.translation import Chats, Events, only_text, translated
+from beyond.serving.protocol import RequestError, boolean, check_fields
+from beyond.serving.translation import Chats, Events, chat_call, chat_tools, only_text, translated
 from stage_a_naive.contract.errors import shown
 
-CONVERSATION = {"model", "system", "messages", "thinking", "output_config"}
+CONVERSATION = {"model", "system", "messages", "tools", "tool_choice", "thinking", "output_config"}
 SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")  # fields that chats have, too
 FIELDS = CONVERSATION | {*SAME, "stop_sequences", "metadata"}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+BLOCKS = {"user": ("tool_result",), "assistant": ("thinking", "redacted_thinking", "tool_use")}  # besides text
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, and the chat's words
+NO_END = {"stop_reason": None, "stop_sequence": None}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+WORDS = {".function": "", "parameters": "input_schema", "a function has": "a tool has"}  # for tools: a chat's, and ours
 
 
 class Messages:
@@ -44,13 +51,18 @@ class Messages:
 
     async def messages(self, body: Any) -> ASGIApp:
         """`POST /v1/messages`."""
-        return translated(await self._api.chat_completions(as_chat(body)), as_message, MessageEvents())
+        return await translated(self._api.chat_completions(as_chat(body)), WORDS, as_message, MessageEvents())
 
-    async def count_tokens(self, body: Any) -> Response:
+    async def count_tokens(self, body: Any) -> ASGIApp:
         """`POST /v1/messages/count_tokens`: how many tokens the prompt of such a request has."""
         fields = check_fields(body, CONVERSATION)
-        told = await self._api.tokenize({"model": fields.get("model"), "messages": conversation_of(fields)})
-        return JSONResponse({"input_tokens": json.loads(bytes(told.body))["count"]})
+        asked = {"model": fields.get("model"), "messages": conversation_of(fields)}
+        tools = tools_of(fields)
+        if "tools" in tools and tools.get("tool_choice") != "none":
+            asked["tools"] = tools["tools"]
+        return await translated(
+            self._api.tokenize(asked), WORDS, lambda told: {"input_tokens": told["count"]}, MessageEvents()
+        )
 
 
 def as_chat(body: Any) -> dict[str, Any]:
@@ -58,7 +70,8 @@ def as_chat(body: Any) -> dict[str, Any]:
     fields = check_fields(body, FIELDS)
     if "max_tokens" not in fields:
         raise RequestError("max_tokens is missing: the most tokens that the answer may have", param="max_tokens")
-    chat = {name: fields[name] for name in SAME if name in fields} | {"messages": conversation_of(fields)}
+    chat = {name: fields[name] for name in SAME if name in fields} | tools_of(fields)
+    chat["messages"] = conversation_of(fields)
     if "stop_sequences" in fields:
         chat["stop"] = fields["stop_sequences"]
     if fields.get("stream"):
@@ -78,6 +91,34 @@ def _is_schema(form: object) -> bool:
     return isinstance(form, dict) and form.get("type") == "json_schema" and isinstance(form.get("schema"), dict)
 
 
+def tools_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat that say which tools there are, and whether one must be called."""
+    chat = {"tools": chat_tools(fields["tools"], _function)} if "tools" in fields else {}
+    if "tool_choice" not in fields:
+        return chat
+    choice = fields["tool_choice"]
+    kind, name = (choice.get("type"), choice.get("name")) if isinstance(choice, dict) else (None, None)
+    if kind == "tool" and isinstance(name, str):
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        chat["tool_choice"] = CHOICES[kind]
+    else:
+        allowed = '{"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": …}'
+        raise RequestError(f"tool_choice must be {allowed}, got {shown(choice)}", param="tool_choice")
+    try:
+        return chat | {"parallel_tool_calls": not boolean(choice, "disable_parallel_tool_use")}
+    except RequestError as error:
+        raise RequestError(f"tool_choice.{error}", param="tool_choice") from None
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any] | str:
+    """Return the function of a tool; or the form that it should have."""
+    if tool.get("type", "custom") != "custom" or "input_schema" not in tool:
+        return '{"name": …, "description": …, "input_schema": {…}}, which the client runs'
+    own = {name: value for name, value in tool.items() if name not in ("type", "input_schema", "cache_control")}
+    return own | {"parameters": tool["input_schema"]}
+
+
 def conversation_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a chat. What the model thought in earlier turns is left out, as its template would."""
     thinking = fields.get("thinking", {"type": "disabled"})
@@ -94,26 +135,82 @@ def conversation_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
     for message in given:
         if message.get("role") not in ("user", "assistant"):
             raise RequestError(f"the role of a message is user or assistant, got {shown(message)}", param="messages")
-        content = message.get("content")
-        if isinstance(content, list):
-            content = [block for block in content if not (isinstance(block, dict) and block.get("type") == "thinking")]
-        chat.append({"role": message["role"], "content": only_text(content, ["text"], "messages")})
+        chat += _turns(message["role"], message.get("content"))
     return chat
+
+
+def _turns(role: str, content: object) -> list[dict[str, Any]]:
+    """Return the messages of a chat for one message: each result of a tool is a message of its own."""
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in BLOCKS[role]}
+    texts: list[Any] = []  # whatever else there is must be text
+    for block in blocks:
+        found.get(str(block.get("type")) if isinstance(block, dict) else "", texts).append(block)
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": block.get("tool_use_id"),
+            "content": only_text(block.get("content", ""), ["text"], "messages"),
+        }
+        for block in found.get("tool_result", ())
+    ]
+    calls = [_call(block) for block in found.get("tool_use", ())]
+    said = {"role": role, "content": only_text(texts, ["text"], "messages")} | ({"tool_calls": calls} if calls else {})
+    return results + ([said] if texts or not results else [])
+
+
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    name, given = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not isinstance(given, dict):
+        form = '{"type": "tool_use", "id": …, "name": …, "input": {…}}'
+        raise RequestError(f"a call of a tool must be {form}, got {shown(block)}", param="messages")
+    return chat_call(block.get("id"), name, given)
 
 
 def as_message(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a chat as a message."""
     [choice] = answer["choices"]
-    told, content = choice["message"], [{"type": "text", "text": choice["message"]["content"]}]
+    told, reason, content = choice["message"], choice["finish_reason"], []
+    calls = told.get("tool_calls", ())
     if "reasoning" in told:
-        content.insert(0, {"type": "thinking", "thinking": told["reasoning"], "signature": ""})
-    return _message(answer, content, STOP_REASONS[choice["finish_reason"]])
+        content.append({"type": "thinking", "thinking": told["reasoning"], "signature": ""})
+    if told["content"] or not calls:
+        content.append({"type": "text", "text": told["content"]})
+    for call in calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        read = read_arguments(name, arguments, is_cut=reason != "tool_calls")
+        content.append({"type": "tool_use", "id": call["id"], "name": name, "input": read})
+    return _message(answer, content, _ending(choice))
 
 
-def _message(answer: dict[str, Any], content: list, stop_reason: str | None) -> dict[str, Any]:
+def read_arguments(name: str, arguments: str, is_cut: bool) -> dict[str, Any]:
+    """Read the arguments of a call.
+
+    Args:
+        is_cut: whether the answer ended inside them; then what is complete of them counts.
+
+    Raises:
+        RequestError: they are no JSON, which only a grammar can promise.
+    """
+    try:
+        return from_json(arguments or "{}", allow_partial=is_cut, allow_inf_nan=False)
+    except ValueError as error:
+        advice = 'ask again, or give the tool "strict": true'
+        message = f"the model called {name} with arguments that are no JSON ({error}); {advice}"
+        raise RequestError(message, param="tools", code="form_failed") from None
+
+
+def _ending(choice: dict[str, Any]) -> dict[str, str | None]:
+    """Say why an answer ended."""
+    if choice["finish_reason"] == "stop" and isinstance(choice["stop_reason"], str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
+    return {"stop_reason": STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
+
+
+def _message(answer: dict[str, Any], content: list, ending: Mapping[str, str | None]) -> dict[str, Any]:
     name = answer["id"].replace("chatcmpl-", "msg_")
     message = {"id": name, "type": "message", "role": "assistant", "model": answer["model"], "content": content}
-    return message | {"stop_reason": stop_reason, "stop_sequence": None, "usage": _usage(answer["usage"])}
+    return {**message, **ending, "usage": _usage(answer["usage"])}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, int]:
@@ -133,35 +230,62 @@ class MessageEvents:
     def __init__(self) -> None:
         self._has_begun = False
         self._index, self._kind = -1, ""  # of the block that is open
+        self._tool, self._arguments = "", ""  # the name in the last call, and what has come of its arguments
 
     def __call__(self, chunk: dict[str, Any]) -> Events:
         """Return the events of a chunk, or of an error in its place."""
         if "error" in chunk:
-            error = chunk["error"]
-            yield "error", {"error": {"type": "api_error", "message": error["message"]}}
+            yield _error(chunk["error"]["message"])
             return
         if not self._has_begun:
             self._has_begun = True
-            yield "message_start", {"message": _message(chunk, [], None)}
+            yield "message_start", {"message": _message(chunk, [], NO_END)}
+        try:
+            yield from self._events(chunk)
+        except RequestError as error:
+            yield _error(str(error))
+
+    def _events(self, chunk: dict[str, Any]) -> Events:
         [choice] = chunk["choices"]
+        delta, reason = choice["delta"], choice["finish_reason"]
+        calls = delta.get("tool_calls", [])
+        if calls and "id" not in calls[0]:  # the rest of the open call; text may follow it
+            yield self._more_arguments(calls[0])
+            calls = calls[1:]
         for kind, name in (("thinking", "reasoning"), ("text", "content")):
-            if text := choice["delta"].get(name):
-                yield from self._open(kind)
+            if text := delta.get(name):
+                if kind != self._kind:
+                    yield from self._open(kind, {kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
                 yield "content_block_delta", {"index": self._index, "delta": {"type": f"{kind}_delta", kind: text}}
-        if choice["finish_reason"] is not None:
+        for call in calls:
+            name = call["function"]["name"]
+            yield from self._open("tool_use", {"id": call["id"], "name": name, "input": {}})
+            self._tool, self._arguments = name, ""
+            yield self._more_arguments(call)
+        if reason is not None:
             if self._index < 0:
-                yield from self._open("text")  # an answer without any text has an empty block
-            yield "content_block_stop", {"index": self._index}
-            reason = {"stop_reason": STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
-            yield "message_delta", {"delta": reason, "usage": _usage(chunk["usage"])}
+                yield from self._open("text", {"text": ""})  # an answer without any text has an empty block
+            yield from self._close(is_cut=reason != "tool_calls")
+            yield "message_delta", {"delta": _ending(choice), "usage": _usage(chunk["usage"])}
             yield "message_stop", {}
 
-    def _open(self, kind: str) -> Events:
-        """Open a block of this kind, unless one is open."""
-        if kind == self._kind:
-            return
+    def _more_arguments(self, call: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self._arguments += (piece := call["function"]["arguments"])
+        delta = {"type": "input_json_delta", "partial_json": piece}
+        return "content_block_delta", {"index": self._index, "delta": delta}
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Events:
+        """Open a block; the one before it is complete."""
+        yield from self._close()
+        self._index, self._kind = self._index + 1, kind
+        yield "content_block_start", {"index": self._index, "content_block": {"type": kind} | block}
+
+    def _close(self, is_cut: bool = False) -> Events:
+        if self._kind == "tool_use":
+            read_arguments(self._tool, self._arguments, is_cut)
         if self._index >= 0:
             yield "content_block_stop", {"index": self._index}
-        self._index, self._kind = self._index + 1, kind
-        signature = {"signature": ""} if kind == "thinking" else {}
-        yield "content_block_start", {"index": self._index, "content_block": {"type": kind, kind: ""} | signature}
+
+
+def _error(message: str) -> tuple[str, dict[str, Any]]:
+    return "error", {"error": {"type": "api_error", "message": message}}

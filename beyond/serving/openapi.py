@@ -119,6 +119,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = _field("the name of the model that is served")
     prompt: str | None = _field("a text; or")
     messages: list[Message] | None = _field("a conversation")
+    tools: list[dict[str, Any]] | None = _field("functions that the model of the conversation may call")
     add_special_tokens: bool | None = _field("what the tokenizer puts around a text")
     chat_template_kwargs: dict[str, Any] | None = _field("arguments of the chat template")
 

@@ -143,6 +143,7 @@ SHARED = SAMPLING | WHO_ASKS | FORMS | {"model", "n", "stream", "stream_options"
 COMPLETION_FIELDS = SHARED | {"prompt", "best_of", "echo", "prompt_logprobs"}
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 CHAT_FIELDS = SHARED | TOOLS | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+TOKENIZE_FIELDS = {"model", "prompt", "messages", "tools", "add_special_tokens", "chat_template_kwargs"}
 # Values that ask for nothing: mostly the defaults of fields that are not supported, which clients send all the same.
 ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
@@ -227,7 +228,7 @@ def parse_chat(
         RequestError: a field is unknown, unsupported, of the wrong type or out of range.
     """
     fields = check_fields(body, CHAT_FIELDS)
-    tools = _tools(body, fields, tool_format)
+    tools = chat_tools(body, fields, tool_format)
     if "max_completion_tokens" in fields:
         if "max_tokens" in fields:
             raise RequestError("max_tokens and max_completion_tokens mean the same; give one", param="max_tokens")
@@ -245,15 +246,10 @@ def parse_chat(
                 f"the role of a message is one of {', '.join(ROLES)}, got {shown(role)}", param="messages"
             )
     ask = _ask([conversation(fields["messages"])], fields, params, is_chat=True)
-    arguments = template_kwargs(fields)
-    if tools is not None:
-        if "tools" in (arguments or {}):
-            raise RequestError("tools and chat_template_kwargs both have tools; give one", param="tools")
-        arguments = {**(arguments or {}), "tools": tools.shown}
-    return replace(ask, template_kwargs=arguments, tools=tools)
+    return replace(ask, template_kwargs=template_kwargs(fields, tools), tools=tools)
 
 
-def _tools(body: Any, fields: dict[str, Any], tool_format: ToolFormat | None) -> Tools | None:
+def chat_tools(body: Any, fields: dict[str, Any], tool_format: ToolFormat | None) -> Tools | None:
     """Read the fields of tools; where they say how the answer must look, `fields` gets that form."""
     try:
         tools = parse_tools(body, tool_format)  # not of `fields`: "none" asks for something if there are tools
@@ -396,12 +392,16 @@ def _prompts(prompt: object, limits: Limits) -> list:
     )
 
 
-def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of the chat template; `RequestError` for anything but an object."""
+def template_kwargs(fields: Mapping[str, Any], tools: Tools | None) -> dict[str, Any] | None:
+    """Return the arguments of the chat template, the tools among them; `RequestError` for anything but an object."""
     value = fields.get("chat_template_kwargs")
     if not (value is None or isinstance(value, dict)):
         raise RequestError(f"chat_template_kwargs must be an object, got {shown(value)}", param="chat_template_kwargs")
-    return value
+    if tools is None:
+        return value
+    if "tools" in (value or {}):
+        raise RequestError("tools and chat_template_kwargs both have tools; give one", param="tools")
+    return {**(value or {}), "tools": tools.shown}
 
 
 def boolean(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:

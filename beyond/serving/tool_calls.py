@@ -4,6 +4,8 @@ A call is sent in pieces, as OpenAI's API streams it: first its id and name, the
 are passed on as the model wrote them: their end is found by counting brackets, not by reading the JSON. An answer that
 is complete goes through the same code, in one piece. Text that may yet turn out to begin a call is held back, and what
 begins like a call but has no name is text after all.
+
+Where a grammar constrained the calls, `error_in_calls` reads their arguments again at the end, with another program.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ import os
 import re
 from typing import Any
 
-from beyond.serving.tools import ToolFormat
+from beyond.serving.protocol import RequestError
+from beyond.serving.tools import ToolFormat, Tools
+from beyond.structured.answers import make_check, reason_against
+from stage_a_naive.contract.structured_outputs import StructuredOutputs
 
 
 class CallParser:
@@ -151,3 +156,30 @@ def _sure(text: str, opening: str) -> int:
             text = text[:-length]
             break
     return len(text.rstrip())
+
+
+def error_in_calls(tools: Tools, text: str) -> RequestError | None:
+    """Return what is wrong with the constrained calls of an answer that has stopped; None if nothing is.
+
+    The grammar came from one library, and a schema may have rules that no grammar can express; see `answers.py` of
+    `beyond.structured`.
+    """
+    parser = CallParser(tools.format, tools.several)
+    calls = [call["function"] for call in parser.feed(text, ends=True).get("tool_calls", ())]
+    if calls and not parser.has_called:
+        return _form_failed(
+            f"the call of {calls[-1]['name']} is not complete; stop or stop_token_ids ended it too early"
+        )
+    places = {function["function"]["name"]: i for i, function in enumerate(tools.shown)}
+    for call in calls:
+        place = places.get(call["name"], -1)
+        if place not in tools.schemas:
+            return _form_failed(f"the model called {call['name']}, which it must not")
+        schema = StructuredOutputs("json", json.dumps(tools.schemas[place]))
+        if reason := reason_against(make_check(schema, ""), call["arguments"]):
+            return _form_failed(f"the arguments of the call of {call['name']} do not match tools[{place}] ({reason})")
+    return None
+
+
+def _form_failed(message: str) -> RequestError:
+    return RequestError(f"tools: {message}", param="tools", code="form_failed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -33,18 +33,53 @@ class Chats(Protocol):
         ...
 
 
-def translated(chat: ASGIApp, whole: Callable[[dict], dict], chunk: Callable[[dict], Events]) -> ASGIApp:
+async def translated(
+    answered: Awaitable[ASGIApp],
+    words: Mapping[str, str],
+    whole: Callable[[dict], dict],
+    chunk: Callable[[dict], Events],
+) -> ASGIApp:
     """Return the answer to a chat in the words of another API.
 
     Args:
-        chat: what `Chats.chat_completions` returned.
+        answered: by a method of `Chats`.
+        words: in errors of tools, and what the other API says instead.
         whole: translates a complete answer.
         chunk: translates one chunk of a stream, or an error in its place, into events.
     """
-    if isinstance(chat, EventStream):
-        return TranslatedStream(chat, chunk)
-    assert isinstance(chat, JSONResponse)
-    return JSONResponse(whole(json.loads(bytes(chat.body))))
+    try:
+        answer = await answered
+    except RequestError as error:
+        message = str(error)
+        for word, other in words.items() if error.param in ("tools", "tool_choice") else ():
+            message = message.replace(word, other)
+        raise RequestError(message, error.status, error.param, error.code, error.retry_after) from None
+    if isinstance(answer, EventStream):
+        return TranslatedStream(answer, chunk)
+    assert isinstance(answer, JSONResponse)
+    return JSONResponse(whole(json.loads(bytes(answer.body))))
+
+
+def chat_tools(given: object, function_of: Callable[[Mapping[str, Any]], dict[str, Any] | str]) -> Any:
+    """Return tools as a chat has them; what their fields hold is left to the chat to check.
+
+    Args:
+        function_of: returns the function of a tool; or the form that it should have.
+    """
+    if not isinstance(given, list):
+        return given
+    tools = []
+    for i, tool in enumerate(given):
+        function = function_of(tool if isinstance(tool, dict) else {})
+        if isinstance(function, str):
+            raise RequestError(f"tools[{i}] must be {function}, got {shown(tool)}", param="tools")
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def chat_call(call_id: object, name: str, arguments: object) -> dict[str, Any]:
+    """Return a call of a tool as an assistant's message in a chat has it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class TranslatedStream:

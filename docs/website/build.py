@@ -50,9 +50,7 @@ def tracked(suffix: str) -> list[PurePosixPath]:
 
 def place_of(file: PurePosixPath) -> PurePosixPath:
     """Where a page of the repository lies in the site's sources."""
-    if file.suffix == ".ipynb":
-        return file.with_suffix(".md")
-    return file.with_name(re.sub(r"^README\b", "index", file.name).replace(".zh-CN.", ".zh."))
+    return file.with_name(re.sub(r"^README\b", "index", file.stem).replace(".zh-CN", ".zh") + ".md")
 
 
 def source_place(file: PurePosixPath) -> PurePosixPath:

@@ -34,8 +34,27 @@ def undocumented(cls: type | None = None, **_: object) -> object:
 
 
 with patch("transformers.utils.auto_docstring", undocumented):
-    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import (
+        Gemma3TextConfig,
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        Qwen2Config,
+        Qwen2MoeConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
 CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
-    config.model_type: config for config in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig)
+    config.model_type: config
+    for config in (
+        LlamaConfig,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Gemma3TextConfig,
+        MixtralConfig,
+        Qwen2MoeConfig,
+        Qwen3MoeConfig,
+    )
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from stage_a_naive.checkpoints import names
 from stage_a_naive.checkpoints.checkpoint import SafetensorsDirectory, WeightLoader, check_finite
+from stage_a_naive.checkpoints.experts import ExpertTensors, names_of_experts
 from stage_a_naive.checkpoints.memory import check_room
 from stage_a_naive.checkpoints.model_config import read_config, read_json_object
 from stage_a_naive.checkpoints.presets import preset_config
@@ -201,9 +203,11 @@ def _describe(source: ModelSource, dtype: torch.dtype, model_options: dict[str, 
 def _check_weights(source: ModelSource, described: PreTrainedModel) -> None:
     """Compare the headers of the weight files with the model that the config describes."""
     assert source.path is not None
-    weights = WeightLoader(SafetensorsDirectory(source.path))
-    for name, weight in described.named_parameters():  # tied weights once
-        stored = weights.lazy(name, tuple(weight.shape))
+    tensors = SafetensorsDirectory(source.path)
+    weights = WeightLoader(ExpertTensors(tensors, getattr(source.config, "num_experts", 0)))
+    shapes = [names_of_experts(name, tuple(weight.shape)) for name, weight in described.named_parameters()]
+    for name, shape in chain.from_iterable(map(dict.items, shapes)):  # tied weights once
+        stored = weights.lazy(name, shape)
         if source.config.tie_word_embeddings and name == "model.embed_tokens.weight" and weights.has("lm_head.weight"):
             weights.check_equal(stored[:], "lm_head.weight")
     weights.finish()

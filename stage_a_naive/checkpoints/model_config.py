@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from stage_a_naive.checkpoints.config_classes import CONFIG_CLASSES
+from stage_a_naive.checkpoints.experts import check_experts
 from stage_a_naive.contract.errors import ModelError, one_line, shown
 from stage_a_naive.contract.params import as_number
 
@@ -103,6 +104,7 @@ def check_config(config: PretrainedConfig) -> None:
     for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, field, None):
             raise ModelError(f"{field}={shown(getattr(config, field))} is not supported; only models without it are")
+    check_experts(config)
     _check_layer_kinds(config)
     for kind in dict.fromkeys(layer_kinds(config)):
         _check_rope(rope_of_kind(config, kind), head_dim)
@@ -111,11 +113,12 @@ def check_config(config: PretrainedConfig) -> None:
 def layer_kinds(config: PretrainedConfig) -> list[str]:
     """Return the kind of each layer, `full_attention` or `sliding_attention`, as in transformers' models.
 
-    Llama has no windows; in Mistral all layers have a window or none has; for other models `layer_types` decides.
+    Llama has no windows; in Mistral, Mixtral and Qwen3-MoE all layers have a window or none has; for other models
+    `layer_types` decides.
     """
     if config.model_type == "llama":
         return ["full_attention"] * config.num_hidden_layers
-    if config.model_type == "mistral":
+    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return ["full_attention" if config.sliding_window is None else "sliding_attention"] * config.num_hidden_layers
     return list(config.layer_types)
 

@@ -132,8 +132,28 @@ PRESETS: dict[str, dict] = {
         },
         "tie_word_embeddings": True,
     },
+    # https://huggingface.co/Qwen/Qwen3-30B-A3B: 3 of 30 billion weights are used for a token
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+    },
     # The tiny models differ as the families do: QKV bias; QK-norm and a wide head; untied embeddings and Llama-3 rope
-    # scaling; a window; windows with a separate rotary base in some layers, and one KV head.
+    # scaling; a window; windows with a separate rotary base in some layers, and one KV head; experts, also after a
+    # layer without them, or beside one for all tokens.
     "qwen2-tiny": {
         "model_type": "qwen2",
         **_TINY,
@@ -182,6 +202,38 @@ PRESETS: dict[str, dict] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
         "tie_word_embeddings": True,
+    },
+    "qwen3-moe-tiny": {
+        "model_type": "qwen3_moe",
+        **_TINY,
+        "head_dim": 64,
+        "moe_intermediate_size": 48,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+    },
+    "qwen2-moe-tiny": {
+        "model_type": "qwen2_moe",
+        **_TINY,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [0],
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 96,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+    },
+    "mixtral-tiny": {
+        "model_type": "mixtral",
+        **_TINY,
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
     },
 }
 

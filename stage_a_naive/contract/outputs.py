@@ -55,6 +55,7 @@ class GenerationOutput(TypedDict):
     token_ids: list[int]  # with the end-of-sequence token, if it was generated
     prompt_token_ids: list[int]
     finish_reason: FinishReason
+    stop_reason: NotRequired[str | int]  # the stop string or stop token id of the request that ended it, if one did
     metrics: Metrics
     logprobs: NotRequired[list[dict[int, float]]]  # per step {token id: log-probability}, if requested
     prompt_logprobs: NotRequired[list[dict[int, float] | None]]  # the same per token of the prompt; None for the first
@@ -101,14 +102,16 @@ class Completion:
         self.logprobs: list[dict[int, float]] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
         self.error: Exception | None = None  # the error that ended this request, if any
         params = request.params
         self._tokenizer = tokenizer
         at_end, before, skip = text_at_end and not params.stop, request.prompt_token_ids, params.skip_special_tokens
         self._decoder = None if at_end else IncrementalDecoder(tokenizer, before, skip)
-        self._stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
-        if params.stop:
-            self._stop_ids |= special_ids(tokenizer, params.stop)
+        # By id, the stop reason; the model's end of sequence is none, also where a request names it.
+        self._stop_ids: dict[int, str | int | None] = special_ids(tokenizer, params.stop) if params.stop else {}
+        self._stop_ids |= {i: i for i in params.stop_token_ids or ()}
+        self._stop_ids |= {} if params.ignore_eos else dict.fromkeys(eos_token_ids)
         self.max_total_tokens = min(len(request.prompt_token_ids) + params.max_tokens, max_total_len)
         self._released = 0  # length of the text returned so far; a possible start of a stop string is held back
         self.text_ends: list[int] = []  # length of the returned text after each token
@@ -160,7 +163,10 @@ class Completion:
         if self._decoder is not None and (not stops or params.include_stop_str_in_output):
             self._add_text(self._decoder.append(token_id))
         if stops:
-            return self.finish("stop")
+            piece = self.finish("stop")
+            if self.stop_reason is None:
+                self.stop_reason = self._stop_ids[token_id]
+            return piece
         if self.finish_reason is None and len(self.all_token_ids) >= self.max_total_tokens:
             return self.finish("length")
         return "" if self._decoder is None else self._release()
@@ -187,10 +193,9 @@ class Completion:
         stops = params.stop or () if self.num_generated_tokens > params.min_tokens else ()
         at = first_stop(self.text, stops, len(piece)) if stops else None
         if at is not None:
-            if params.include_stop_str_in_output:
-                at += min(len(stop) for stop in stops if self.text.startswith(stop, at))
-            self.text = self.text[:at]
-            self.finish_reason = "stop"
+            stop = min((stop for stop in stops if self.text.startswith(stop, at)), key=len)
+            self.text = self.text[: at + len(stop)] if params.include_stop_str_in_output else self.text[:at]
+            self.finish_reason, self.stop_reason = "stop", stop
 
     def _release(self) -> str:
         end = len(self.text)
@@ -258,6 +263,8 @@ class Completion:
             finish_reason=self.finish_reason,
             metrics=metrics,
         )
+        if self.finish_reason == "stop" and self.stop_reason is not None:
+            output["stop_reason"] = self.stop_reason
         if self.request.params.logprobs is not None:
             output["logprobs"] = self.logprobs
         if self.error is not None:
@@ -279,11 +286,11 @@ def returned(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
     return outputs
 
 
-def special_ids(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> set[int]:
-    """Return the ids of the texts that are special tokens; an answer without special tokens cannot contain them."""
+def special_ids(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> dict[int, str | int | None]:
+    """Return, by id, the texts that are special tokens; an answer without special tokens cannot contain them."""
     wanted, added = set(texts), tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    ids = (token_id for token_id, token in added.items() if token.content in wanted)
-    return {token_id for token_id in ids if is_special(tokenizer, token_id)}
+    found = {token_id: token.content for token_id, token in added.items() if token.content in wanted}
+    return {token_id: text for token_id, text in found.items() if is_special(tokenizer, token_id)}
 
 
 def decode_all(

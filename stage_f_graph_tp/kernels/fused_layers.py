@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stage_d_paged.attention import AttentionBackend, AttentionMetadata
 from stage_d_paged.attention.triton_paged import TritonAttention
 from stage_d_paged.layers import Linear, RMSNorm, RotaryEmbedding
-from stage_d_paged.model import DecoderLayer, DecoderModel
+from stage_d_paged.model import MLP, DecoderLayer, DecoderModel
 from stage_f_graph_tp.kernels.decode_attention import DEPENDENT
 from stage_f_graph_tp.kernels.elementwise import Rows, rms_norm, rotate_and_store, silu_and_multiply
 from stage_f_graph_tp.kernels.pdl import pdl_settings
@@ -203,6 +203,9 @@ class FusedLayer(nn.Module):
         return self._store(packed, heads, tables, positions, layer_cache, slots, head_norm, rows, bias, pdl=self._pdl)
 
 
+MakeLayer = Callable[..., FusedLayer]
+
+
 class FewTokens(nn.Module):
     """Run a fused layer in steps of few tokens, and stage D's layer with the same weights in others.
 
@@ -239,6 +242,7 @@ def fuse_layers(
     skinny_max_tokens: int,
     elementwise: bool = True,
     pdl: bool = True,
+    make_layer: MakeLayer = FusedLayer,
 ) -> None:
     """Replace a model's layers by fused ones, in place; no weight is copied, but norms' weights move into the products.
 
@@ -246,12 +250,13 @@ def fuse_layers(
         skinny_max_tokens: tokens up to which a layer uses the skinny GEMMs.
         elementwise: whether steps with more tokens use the element-wise kernels; otherwise they use stage D's layers.
         pdl: launch by PDL, where the GPU can.
+        make_layer: makes the fused layer of a layer; called like `FusedLayer`.
     """
     device = model.norm.weight.device
     backend = _dependent(model.layers[0].self_attn.backend, model, device, pdl)
     move_norm_weights(model)
     products = SkinnyGemms(device, skinny_max_tokens, pdl)
-    replace_layers(model, backend, products, rotate_and_store, qkv_rotate, elementwise, pdl)
+    replace_layers(model, backend, products, rotate_and_store, qkv_rotate, elementwise, pdl, make_layer)
 
 
 def replace_layers(
@@ -262,11 +267,12 @@ def replace_layers(
     qkv_rotate: Callable[..., Tensor] | None = None,
     elementwise: bool = True,
     pdl: bool = True,
+    make_layer: MakeLayer = FusedLayer,
 ) -> None:
     """Replace a model's layers by fused ones, in place; arguments as of `FusedLayer` and `fuse_layers`."""
     next_norms = [layer.input_layernorm for layer in model.layers[1:]] + [None]
     layers = [
-        FusedLayer(layer, backend, products, store, qkv_rotate, next_norm, pdl)
+        make_layer(layer, backend, products, store, qkv_rotate, next_norm, pdl)
         for layer, next_norm in zip(model.layers, next_norms, strict=True)
     ]
     if elementwise:
@@ -288,10 +294,10 @@ def move_norm_weights(model: DecoderModel) -> None:
     saves the rounding of `x * g`.
     """
     for layer in model.layers:
-        for norm, linear in (
-            (layer.input_layernorm, layer.self_attn.qkv_proj),
-            (layer.post_attention_layernorm, layer.mlp.gate_up_proj),
-        ):
+        pairs = [(layer.input_layernorm, layer.self_attn.qkv_proj)]
+        if isinstance(layer.mlp, MLP):  # with experts, more than one matrix reads the norm
+            pairs.append((layer.post_attention_layernorm, layer.mlp.gate_up_proj))
+        for norm, linear in pairs:
             linear.weight.mul_(norm.weight)
             norm.weight.fill_(1)
 

@@ -39,8 +39,9 @@ CALLS_IN_TURN = {"calls in turn"}  # a call waits for the one that runs, and is 
 POOLED = {"pool"}  # blocks, prefix cache, add_request/step
 BATCHING = POOLED | {"side by side"}  # calls run in the same steps; `stream`; preemption
 # One process: no ranks. Exact: the tokens are stage A's. Penalty rows: requests wait for one of `max_num_penalty_seqs`.
-# Structured: structured output.
-FEATURES = CALLS_IN_TURN | BATCHING | {"one process", "exact", "penalty rows", "structured"}
+# Structured: structured output. Experts: models whose layers have a mixture of experts.
+BEYOND = {"structured", "experts"}
+FEATURES = CALLS_IN_TURN | BATCHING | BEYOND | {"one process", "exact", "penalty rows"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +107,21 @@ VARIANTS = {
 }
 SLOW = {"c", "8 bits"} | VARIANTS
 ENGINES = [
-    row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE),
-    row("b", "stage_b_decode_step", CALLS_IN_TURN, *ALONE, sync_every=3),
-    row("c", "stage_c_fused_mlp", CALLS_IN_TURN, *ALONE, marks=(pytest.mark.compiler,)),
+    row("a", "stage_a_naive", CALLS_IN_TURN, *ALONE, "experts"),
+    row("b", "stage_b_decode_step", CALLS_IN_TURN, *ALONE, "experts", sync_every=3),
+    row("c", "stage_c_fused_mlp", CALLS_IN_TURN, *ALONE, "experts", marks=(pytest.mark.compiler,)),
     row("d", "stage_d_paged", CALLS_IN_TURN, POOLED, *ALONE),
     row("e", "stage_e_batching", BATCHING, *ALONE, "penalty rows"),
     row("f", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows"),
     row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", without="overlap"),
     row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", prepare=record),
-    row("8 bits", "beyond", BATCHING, "structured", "one process", quantization="int8", kv_cache_dtype="int8"),
-    row("guesses", "beyond", BATCHING, "structured", *ALONE, "penalty rows", speculation="ngram"),
+    row("8 bits", "beyond", BATCHING, BEYOND, "one process", quantization="int8", kv_cache_dtype="int8"),
+    row("guesses", "beyond", BATCHING, BEYOND, *ALONE, "penalty rows", speculation="ngram"),
     row(
         "guesses, recorded",
         "beyond",
         BATCHING,
-        "structured",
+        BEYOND,
         *ALONE,
         "penalty rows",
         prepare=record,
@@ -130,7 +131,7 @@ ENGINES = [
         "guesses, no overlap",
         "beyond",
         BATCHING,
-        "structured",
+        BEYOND,
         *ALONE,
         "penalty rows",
         without="overlap",
@@ -140,15 +141,15 @@ ENGINES = [
         "guesses of a model",
         "beyond",
         BATCHING,
-        "structured",
+        BEYOND,
         *ALONE,
         "penalty rows",
         speculation="model",
         draft_model=MODEL,
     ),
-    row("two pools", "beyond", BATCHING, "structured", *ALONE, "penalty rows", hybrid_kv_cache=True),
+    row("two pools", "beyond", BATCHING, BEYOND, *ALONE, "penalty rows", hybrid_kv_cache=True),
     row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
-    row("two stages", "beyond", BATCHING, "structured", "exact", "penalty rows", pipeline_parallel_size=2),
+    row("two stages", "beyond", BATCHING, BEYOND, "exact", "penalty rows", pipeline_parallel_size=2),
 ]
 PACKAGES = list(dict.fromkeys(engine.package for engine in ENGINES))
 PAGED = list(dict.fromkeys(engine.package for engine in ENGINES if "pool" in engine.has))

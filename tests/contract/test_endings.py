@@ -59,6 +59,7 @@ def test_each_row_ends_for_its_own_reason(engine, tutor_copy: Path, listens: boo
     lengths = [1, 1, 3, 4, 2, 5, 5]
     assert ids(outputs) == [script[:n] for script, n in zip(scripts, lengths, strict=True)]
     assert [o["finish_reason"] for o in outputs] == ["stop"] * 5 + ["length"] * 2
+    assert [o.get("stop_reason") for o in outputs] == [None, None, None, across, words[1], None, None]
     texts = [o["text"] for o in outputs]
     assert texts[:2] == ["", ""] and texts[4] == decoded[0], "the text of what stops an answer is left out"
     assert texts[3] == "".join(decoded[:4]).partition(across)[0]
@@ -101,6 +102,7 @@ def test_the_text_keeps_the_stop_string_or_token_where_it_is_asked_to(tutor, lis
     first = ids.index(ids[5])
     wanted = [text[:14], text[:14], text[:12], tutor.tokenizer.decode(ids[: first + 1]), text[:9]]
     assert [output["text"] for output in outputs] == wanted
+    assert [output["stop_reason"] for output in outputs] == [stop, stop, stop[:3], ids[5], stop]
     if listens:
         assert heard == wanted
 
@@ -116,13 +118,17 @@ def test_the_text_has_special_tokens_where_it_is_asked_to(tutor, listens: bool) 
         replace(params, max_tokens=4, skip_special_tokens=True),
         replace(params, ignore_eos=False, min_tokens=3, include_stop_str_in_output=True),
         replace(params, ignore_eos=False, min_tokens=3),
+        replace(params, stop=tutor.tokenizer.eos_token),
+        replace(params, stop=tutor.tokenizer.eos_token, skip_special_tokens=True),
+        replace(params, stop=tutor.tokenizer.eos_token, ignore_eos=False),
     ]
-    heard, listen = listener(4)
+    heard, listen = listener(7)
     asked = [replace(one, seed=i) for i, one in enumerate(asked)]
-    with sampler(tutor, scripted([script] * 4)):
-        outputs = tutor.generate(["x"] * 4, asked, False, listen if listens else None)
+    with sampler(tutor, scripted([script] * 7)):
+        outputs = tutor.generate(["x"] * 7, asked, False, listen if listens else None)
     end = tutor.tokenizer.eos_token
-    assert [output["text"] for output in outputs] == [f"a{end}a{end}", "aa", f"a{end}a{end}", f"a{end}a"]
-    assert [output["finish_reason"] for output in outputs] == ["length", "length", "stop", "stop"]
+    assert [output["text"] for output in outputs] == [f"a{end}a{end}", "aa", f"a{end}a{end}", f"a{end}a", "a", "a", "a"]
+    assert [output["finish_reason"] for output in outputs] == ["length", "length"] + ["stop"] * 5
+    assert [output.get("stop_reason") for output in outputs] == [None] * 4 + [end, end, None]
     if listens:
         assert heard == [output["text"] for output in outputs]

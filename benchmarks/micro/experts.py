@@ -1,0 +1,200 @@
+"""Experts: what a decode step reads and takes by the number of requests, and the experts that it touches.
+
+    python -m benchmarks.micro experts                     # counted; `part=floor`
+    python -m benchmarks.micro experts part=step           # timed on a GPU, as the others are
+    python -m benchmarks.micro experts part=skewed         # the same with a router that prefers some experts
+    python -m benchmarks.micro experts part=tiles          # the products alone, by how they are divided
+
+*floor*: bytes of weights under a router that chooses all experts equally often. *step*: the whole engine. The prompts differ, and the experts are counted in the same steps of an engine without graphs:
+a step's floor is what these experts and all other weights take to read. *skewed*: an eighth of the router's rows are
+three times as large. *tiles*: one layer's products in a CUDA graph over all layers, each with its own weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.micro import timed, with_engine
+from benchmarks.timing import graph_seconds
+from beyond import LLM, SamplingParams
+from beyond.experts.floor import expected_touched, weight_bytes
+from stage_a_naive.checkpoints.experts import experts_of_layers
+from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.floor import ModelBytes
+
+if TYPE_CHECKING:  # only a GPU needs Triton
+    from beyond.experts.products import Choice, Tiles
+
+MODEL = "qwen3-30b-a3b"
+REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PROMPT, STEPS, COUNTED = 64, 64, 4  # tokens of a prompt; steps that are timed, and whose experts are counted
+TILED = (("pairs", 1), ("pairs", 8), ("blocks", 8), ("blocks", 32), ("blocks", 256), ("blocks", 4096))
+OPTIONS = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 256, "num_kvcache_blocks": 2048}
+BYTES = ModelBytes(preset_config(MODEL), 2)
+[EXPERTS] = set(experts_of_layers(BYTES.config))
+
+
+def measure(part: str = "floor", requests: tuple[int, ...] = REQUESTS, repeats: int = 5) -> dict:
+    """One part of the study.
+
+    Raises:
+        ValueError: there is no such part, or no GPU that it needs.
+    """
+    if part not in ("floor", "step", "skewed", "tiles"):
+        raise ValueError(f"experts has no part {part!r}; there are: floor, step, skewed, tiles")
+    if part == "floor":
+        counts = {n: expected(n) for n in requests} | {"all": EXPERTS.count}
+        return {
+            "part": part,
+            "rows": [
+                {"requests": n, "touched": touched, "bytes": round(weight_bytes(BYTES, touched))}
+                for n, touched in counts.items()
+            ],
+        }
+    if not torch.cuda.is_available():
+        raise ValueError(f"experts part={part} needs an NVIDIA GPU, and PyTorch sees none")
+    if part == "tiles":
+        return {"part": part, "rows": with_engine(time_tiles, LLM, f"random:{MODEL}", enforce_eager=True, **OPTIONS)}
+    options = OPTIONS | {"max_num_seqs": max(requests), "enable_prefix_caching": False}
+    counted = with_engine(
+        lambda llm: {n: count_touched(llm, n) for n in requests},
+        make_llm,
+        part,
+        enforce_eager=True,
+        without="overlap",
+        **options,
+    )
+    print(f"experts touched: {counted}", flush=True)
+    rows = with_engine(
+        lambda llm: [
+            timed([step_seconds(llm, n) for _ in range(1 + repeats)][1:], requests=n, touched=counted[n])
+            for n in requests
+        ],
+        make_llm,
+        part,
+        **options,
+    )
+    return {"part": part, "rows": rows}
+
+
+def floor_seconds(requests: int, touched: float, copy_bytes_per_s: float) -> float:
+    """Seconds of reading what a step reads: the touched experts, all other weights, and the requests' KV cache."""
+    context = PROMPT + STEPS / 2
+    return (weight_bytes(BYTES, touched) + requests * context * BYTES.kv_bytes_per_token) / copy_bytes_per_s
+
+
+def expected(requests: int) -> float:
+    """Experts per layer that a uniform router touches."""
+    return expected_touched(EXPERTS.count, EXPERTS.per_token, requests)
+
+
+def make_llm(part: str, **options: object) -> LLM:
+    llm = LLM(f"random:{MODEL}", **options)
+    if part == "skewed":
+        for layer in llm.runtime.model.layers:
+            layer.mlp.gate.weight[: EXPERTS.count // 8] *= 3  # in place: graphs read it, too
+    return llm
+
+
+def prompts_of(requests: int) -> list[list[int]]:
+    """Different random tokens for every request."""
+    numbers = random.Random(0)
+    return [numbers.choices(range(1, BYTES.config.vocab_size), k=PROMPT) for _ in range(requests)]
+
+
+def step_seconds(llm: LLM, requests: int) -> float:
+    """Mean seconds of a decode step of all requests."""
+    params = SamplingParams(temperature=0.0, max_tokens=1 + STEPS, ignore_eos=True)
+    outputs = llm.generate(prompts_of(requests), params, use_tqdm=False)
+    return min(output["metrics"]["tpot"] for output in outputs)
+
+
+def count_touched(llm: LLM, requests: int) -> float:
+    """Different experts per layer in the first decode steps, on average."""
+    params = SamplingParams(temperature=0.0, max_tokens=1 + COUNTED, ignore_eos=True)
+    with choices_of_steps(requests) as chosen:
+        llm.generate(prompts_of(requests), params, use_tqdm=False)
+    return sum(len(of_layer.unique()) for of_layer in chosen) / len(chosen)
+
+
+@contextmanager
+def choices_of_steps(tokens: int) -> Iterator[list[torch.Tensor]]:
+    """Collect the experts that every layer chooses in steps of this many tokens."""
+    from beyond.experts import fused_layers
+
+    found: list[torch.Tensor] = []
+    run = fused_layers.run_experts
+
+    def collect(x: torch.Tensor, choice: Choice, *others: object, **named: object) -> object:
+        if len(x) == tokens:
+            found.append(choice.chosen.clone())
+        return run(x, choice, *others, **named)
+
+    fused_layers.run_experts = collect
+    try:
+        yield found
+    finally:
+        fused_layers.run_experts = run
+
+
+@torch.inference_mode()
+def time_tiles(llm: LLM) -> list[dict]:
+    """Seconds of a layer's products with several divisions, for random choices of experts."""
+    from beyond.experts.products import Choice, block_rows, down_add, down_and_add, gate_up_silu, group
+
+    layers, rows = [layer.mlp for layer in llm.runtime.model.layers], []
+    for way, tokens in TILED:
+        numbers = torch.Generator("cuda").manual_seed(0)
+        x = torch.randn(tokens, BYTES.config.hidden_size, device="cuda", dtype=torch.bfloat16, generator=numbers)
+        scores = torch.rand(len(layers), tokens, EXPERTS.count, device="cuda", generator=numbers)
+        choices = [Choice(weights, chosen.int()) for weights, chosen in (s.topk(EXPERTS.per_token) for s in scores)]
+        touched = sum(len(choice.chosen.unique()) for choice in choices) / len(choices)
+        block = block_rows(tokens, EXPERTS)
+        groups = [group(c.chosen, EXPERTS.count, block) if way == "blocks" else None for c in choices]
+        activated = gate_up_silu(x, choices[0].chosen, groups[0], layers[0].gate_up_proj.weight, EXPERTS)
+
+        def launch(part: str, tiles: Tiles | None, layer: int) -> object:
+            mlp, choice, own = layers[layer], choices[layer], groups[layer]  # noqa: B023
+            if part == "gate and up":
+                return gate_up_silu(x, choice.chosen, own, mlp.gate_up_proj.weight, EXPERTS, tiles)  # noqa: B023
+            if own is None:
+                return down_add(activated, choice, mlp.down_proj.weight, EXPERTS, x, tiles)  # noqa: B023
+            return down_and_add(activated, choice, own, mlp.down_proj.weight, EXPERTS, x, tiles)  # noqa: B023
+
+        for part, divisions in divisions_of(way, block).items():
+            found = []
+            for tiles in [None, *divisions]:
+                launches = [partial(launch, part, tiles, layer) for layer in range(len(layers))]
+                try:
+                    samples = graph_seconds(launches, 5)
+                except Exception as error:  # more shared memory than there is
+                    print(f"{part}, {tokens} tokens, {tiles}: {type(error).__name__}", flush=True)
+                    continue
+                found.append(
+                    timed(samples, way=way, tokens=tokens, part=part, tiles=str(tiles or "chosen"), touched=touched)
+                )
+            rows += found
+    return rows
+
+
+def divisions_of(way: str, block: int) -> dict[str, list[Tiles]]:
+    """Divisions to compare with the chosen one."""
+    from beyond.experts.products import Tiles
+
+    if block >= 64:
+        same = [Tiles(64, 64, w, s) for w in (4, 8) for s in (3, 4)]
+        return {"gate and up": same, "down": [replace(tiles, rows=128) for tiles in same]}
+    heights = (
+        {"gate and up": (16, 32), "down": (64, 128)} if way == "pairs" else {"gate and up": (32, 64), "down": (64, 128)}
+    )
+    return {
+        part: [Tiles(height, columns, 4, stages) for height in own for columns in (128, 256) for stages in (3, 5)]
+        for part, own in heights.items()
+    }

@@ -1,0 +1,203 @@
+"""Layers with experts: the checkpoints that hold them, 8 bits, floors, and what is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from contract.engines import ask
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import save_tiny
+from transformers import AutoModelForCausalLM
+
+from beyond.quantization.floor import QuantizedBytes
+from beyond.quantization.formats import FORMATS, dequantize_matrix, quantize_matrix
+from beyond.quantization.options import QuantizationOptions
+from stage_a_naive import SamplingParams, loop
+from stage_a_naive.checkpoints.presets import preset_config
+from stage_a_naive.contract.errors import ModelError
+from stage_a_naive.floor import ModelBytes
+from stage_d_paged.config import ModelConfig
+
+PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (20, 3)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+FAMILIES = ("qwen3-moe-tiny", "qwen2-moe-tiny", "mixtral-tiny")
+MODEL = "qwen3-moe-tiny"
+WITH_EXPERTS = ("stage_a_naive", "stage_b_decode_step", "beyond.experts")
+
+
+def tokens_of(path: Path, package: str = "beyond.experts", **options: object) -> list[list[int]]:
+    llm = importlib.import_module(package).LLM(path, device="cpu", dtype="float32", **options)
+    try:
+        return ask(llm, PROMPTS, GREEDY)
+    finally:
+        llm.close()
+
+
+def tokens_of_transformers(path: Path) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return [loop.generate(model, prompt, eos_id=-1, max_tokens=GREEDY.max_tokens) for prompt in PROMPTS]
+
+
+def change_weights(path: Path, change) -> Path:
+    """Write a checkpoint's tensors again after `change(tensors)`."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_tensor_per_expert_and_one_for_all_give_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
+    path = save_tiny(tmp_path / "each", family)
+    fused = shutil.copytree(path, tmp_path / "fused")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.save_pretrained(fused, save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(fused / "model.safetensors"))
+    expected = tokens_of_transformers(path)
+    for package in WITH_EXPERTS:
+        for form in (path, fused):
+            assert tokens_of(form, package) == expected, (package, form.name)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (MODEL, {"norm_topk_prob": False}),
+        (MODEL, {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+        (MODEL, {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts_per_tok": 1}),
+        (MODEL, {"attention_bias": True, "hidden_act": "gelu"}),
+        (MODEL, {"sliding_window": 8, "num_experts_per_tok": 16}),
+        ("mixtral-tiny", {"sliding_window": 8}),
+        ("qwen2-moe-tiny", {"norm_topk_prob": True, "qkv_bias": False}),
+    ],
+)
+def test_every_field_of_the_config_means_what_it_means_to_transformers(
+    tmp_path: Path, family: str, changes: dict
+) -> None:
+    path = save_tiny(tmp_path, family, **changes)
+    assert tokens_of(path) == tokens_of_transformers(path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_has_two_names_and_the_size_of_a_head_is_the_files(tmp_path: Path, name: str) -> None:
+    from stage_a_naive.checkpoints.model_config import read_config
+
+    fields = '"num_hidden_layers": 2, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128'
+    text = f'{{"model_type": "qwen3_moe", "{name}": 24, {fields}}}'
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    config = ModelConfig.from_hf(read_config(tmp_path))
+    assert [kind.experts and kind.experts.count for kind in config.layers] == [24, 24] and config.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "group"),
+    [(MODEL, "int8", 128), (MODEL, "fp8", None), ("qwen2-moe-tiny", "fp8", None), ("mixtral-tiny", "int8", None)],
+)
+def test_8_bit_experts_give_the_tokens_of_their_dequantised_weights(
+    tmp_path: Path, family: str, name: str, group: int | None
+) -> None:
+    path = save_tiny(tmp_path / "whole", family)
+
+    def round_trip(tensors: dict[str, torch.Tensor]) -> None:
+        for key, weight in tensors.items():
+            if "proj.weight" in key or ".experts." in key:
+                quantized = quantize_matrix(weight, FORMATS[name], group)
+                tensors[key] = dequantize_matrix(quantized, torch.float32, group)
+
+    rounded = change_weights(shutil.copytree(path, tmp_path / "rounded"), round_trip)
+    found = tokens_of(path, quantization=name, quantization_group_size=group)
+    assert found == tokens_of(rounded)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 17}, r"num_experts_per_tok \(17\) is more than num_experts \(16\)"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be 1 or more, got 0"),
+        ({"num_experts": 0}, "num_experts must be 1 or more, got 0"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be 1 or more, got 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be 1 or more, got 0"),
+    ],
+)
+def test_impossible_numbers_of_experts_are_named(changes: dict, message: str) -> None:
+    config = preset_config(MODEL)
+    for field, value in changes.items():
+        setattr(config, field, value)
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_hf(config)
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def drop(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[EXPERT]
+
+
+def one_too_many(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[EXPERT.replace(".3.", ".16.")] = tensors[EXPERT].clone()
+
+
+def too_narrow(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[EXPERT] = tensors[EXPERT][:, :-1].contiguous()
+
+
+def not_a_number(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.gate.weight"][3, 5] = float("nan")
+
+
+def fewer_fused(tensors: dict[str, torch.Tensor]) -> None:
+    """One tensor for all experts, which has one expert fewer."""
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        parts = [tensors.pop(f"model.layers.1.mlp.experts.{i}.{part}.weight") for i in range(16)]
+        tensors[f"model.layers.1.mlp.experts.{part}"] = torch.stack(parts[:-1])
+    names = [f"model.layers.1.mlp.experts.{part}" for part in ("gate_proj", "up_proj")]
+    tensors["model.layers.1.mlp.experts.gate_up_proj"] = torch.cat([tensors.pop(name) for name in names], 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop, f"the weight {EXPERT} is missing"),
+        (one_too_many, r"1 weights that the model does not have: model.layers.1.mlp.experts.16.up_proj.weight"),
+        (too_narrow, rf"{EXPERT} has shape \[48, 127\]; the config asks for \[48, 128\]"),
+        (not_a_number, "the weight model.layers.1.mlp.gate.weight holds NaN"),
+        (fewer_fused, r"model.layers.1.mlp.experts.15.gate_proj.weight is missing"),
+    ],
+)
+@pytest.mark.parametrize("package", ["stage_a_naive", "beyond.experts"])
+def test_a_damaged_checkpoint_is_refused_with_the_name_of_the_weight(
+    tmp_path: Path, package: str, damage, message: str
+) -> None:
+    path = change_weights(save_tiny(tmp_path, MODEL), damage)
+    with pytest.raises(
+        ModelError, match=message if package != "stage_a_naive" or damage is not not_a_number else "NaN"
+    ):
+        tokens_of(path, package)
+
+
+def test_ranks_that_would_divide_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: .* has experts.* use pipeline_parallel_size"):
+        tokens_of(Path("random:qwen3-moe-tiny"), tensor_parallel_size=2)
+
+
+@pytest.mark.fast
+def test_the_floor_of_one_request_counts_the_experts_of_one_token() -> None:
+    found = ModelBytes(preset_config("qwen3-30b-a3b"), 2)
+    assert found.weight_bytes == pytest.approx(6.08e9, rel=2e-3)
+    tiny = preset_config("qwen2-moe-tiny")
+    with torch.device("meta"):
+        named = dict(AutoModelForCausalLM.from_config(tiny).named_parameters())
+    share = {"experts.gate_up_proj": 3 / 12, "experts.down_proj": 3 / 12}
+    count = sum(int(w.numel() * share.get(n.split("mlp.")[-1], 1)) for n, w in named.items())
+    assert ModelBytes(tiny, 2).weight_bytes == 2 * count
+    options = QuantizationOptions(quantization="int8")
+    eight = QuantizedBytes(ModelBytes(preset_config("qwen3-30b-a3b"), 2), options).weight_bytes
+    assert 0.55 < eight / found.weight_bytes < 0.57, "the head and the routers stay in 16 bits"

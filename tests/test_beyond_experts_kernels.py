@@ -1,0 +1,186 @@
+"""The kernels of experts against the formula: in Triton's interpreter and on a GPU, and in whole models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_cases import CASE, CPU, F32, HALVES, interpreted, on_a_gpu, relative_error
+
+from beyond.experts.layers import SparseMLP, route
+from beyond.quantization.formats import FORMATS, dequantize_matrix, quantize_matrix
+from stage_a_naive.checkpoints.experts import Experts
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+EPS = 0.1  # large enough to be noticed
+# tokens, hidden, experts, per token, size, format, group
+SMALL = [
+    (3, 40, 5, 2, 24, None, None),
+    (9, 40, 5, 2, 24, None, None),
+    (30, 72, 3, 3, 40, None, None),
+    (2, 40, 5, 1, 24, "int8", None),
+    (9, 200, 4, 2, 136, "int8", 128),
+    (3, 200, 4, 2, 136, "int8", 128),
+    (12, 40, 4, 2, 24, "int8", None),
+]
+QWEN, MIXTRAL = (2048, 128, 8, 768), (1024, 8, 2, 3584)
+REAL = [(tokens, *QWEN, None, None) for tokens in (1, 7, 8, 9, 64, 256, 4097)]
+REAL += [(tokens, *MIXTRAL, None, None) for tokens in (1, 33, 1000)]
+EIGHT = [(tokens, *QWEN, *form) for tokens in (3, 32, 500) for form in (("int8", None), ("int8", 128), ("fp8", None))]
+
+
+def make(case, device, dtype):
+    """Rows, a choice with one padding row, and the matrices: as given to the kernels, and as numbers."""
+    from beyond.experts.products import Choice
+
+    tokens, hidden, count, per_token, size, name, group = case
+    torch.manual_seed(tokens)
+    experts = Experts(count, per_token, size)
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    weights, chosen = route(torch.randn(tokens, count, device=device).to(dtype), experts)
+    chosen = chosen.int()
+    chosen[tokens // 2] = -1 if tokens > 1 else chosen[0]
+    matrices = []
+    for rows, columns in ((count * 2 * size, hidden), (count * hidden, size)):
+        matrix = (torch.randn(rows, columns, device=device) * columns**-0.5).to(dtype)
+        exact = matrix
+        if name is not None:
+            matrix = quantize_matrix(matrix, FORMATS[name], group)
+            exact = dequantize_matrix(matrix, F32, group)
+        matrices.append((matrix, exact))
+    return experts, x, Choice(weights.float().contiguous(), chosen), *matrices
+
+
+def formula(x, choice, gate_up, down, experts):
+    """The sum over a token's experts, in float64; zeros for padding."""
+    size, hidden = experts.size, x.shape[1]
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(experts.count):
+        token, which = torch.where(choice.chosen == expert)
+        own = gate_up[2 * expert * size : 2 * (expert + 1) * size].double()
+        gate, up = (x[token].double() @ own.T).chunk(2, -1)
+        product = (F.silu(gate) * up) @ down[expert * hidden : (expert + 1) * hidden].double().T
+        out.index_add_(0, token, product * choice.weights[token, which, None].double())
+    return out
+
+
+def check_experts(case, device, dtype, few_tokens=8):
+    from beyond.experts.products import run_experts
+
+    experts, x, choice, (gate_up, exact_gate_up), (down, exact_down) = make(case, device, dtype)
+    residual = torch.randn_like(x)
+    expected = residual.double() + formula(x, choice, exact_gate_up, exact_down, experts)
+    runs = [run_experts(x, choice, gate_up, down, experts, residual.clone(), few_tokens) for _ in range(2)]
+    assert relative_error(runs[0].x, expected) < TOLERANCE[dtype]
+    assert torch.equal(runs[0].x, runs[1].x), "sums have a fixed order"
+    squares = (runs[0].x.double() ** 2).sum(1)
+    assert relative_error(runs[0].squares.sum(0), squares) < 1e-5
+    padding = choice.chosen[:, 0] < 0
+    assert torch.equal(runs[0].x[padding], residual[padding])
+
+
+@pytest.mark.parametrize(
+    CASE, [*interpreted(*SMALL), *on_a_gpu(*SMALL), *on_a_gpu(*REAL), *on_a_gpu(*EIGHT, dtypes=HALVES)]
+)
+def test_experts_run_by_pairs_and_by_blocks_give_the_formula(case, device, dtype) -> None:
+    check_experts(case, device, dtype)
+    if case[0] <= 64:
+        check_experts(case, device, dtype, few_tokens=64 if case[0] > 8 else 0)
+
+
+def test_the_kernels_are_right_in_the_interpreter(run_interpreted_tests) -> None:
+    run_interpreted_tests(__file__)
+
+
+CHOICES = [(3, 40, 5, 2), (17, 72, 20, 3), (33, 40, 4, 4)]  # tokens, hidden, experts, per token
+
+
+@pytest.mark.parametrize("sum_to_one", [True, False])
+@pytest.mark.parametrize(CASE, [*interpreted(*CHOICES), *on_a_gpu(*CHOICES, (1, 2048, 128, 8), (64, 2048, 128, 8))])
+def test_the_router_normalises_chooses_and_weighs(case, device, dtype, sum_to_one) -> None:
+    from beyond.experts.products import choose, norm_route
+
+    tokens, hidden, count, per_token = case
+    torch.manual_seed(hidden)
+    experts = Experts(count, per_token, 8, 0, sum_to_one)
+    x = torch.randn(tokens, hidden + 3, device=device).to(dtype)[:, :hidden]
+    gain, router = torch.rand(hidden, device=device).to(dtype), torch.randn(count, hidden, device=device).to(dtype)
+    slots = torch.arange(tokens, device=device)
+    slots[tokens // 2] = -1
+    counters = torch.zeros(8, dtype=torch.int32, device=device)
+    normed, choice = norm_route(x, gain, EPS, router, experts, slots, counters)
+    expected = F.rms_norm(x.double(), (hidden,), gain.double(), EPS)
+    assert relative_error(normed, expected) < TOLERANCE[dtype]
+    assert not counters.any(), "ready for the next launch"
+    scores = (expected @ router.double().T).to(dtype)
+    for found in (choice, choose(scores, experts, slots)):
+        weights, chosen = route(scores, experts)
+        real = slots >= 0
+        assert (found.chosen[~real] == -1).all()
+        # Two scores that are equal but for their rounding may be in another order.
+        assert relative_error(found.weights[real], weights[real]) < TOLERANCE[dtype]
+        if dtype == F32:
+            assert torch.equal(found.chosen[real], chosen[real].int())
+
+
+@pytest.mark.parametrize(
+    CASE, [*interpreted((7, 3, 16), (40, 5, 16), (300, 2, 32)), *on_a_gpu((5000, 8, 64), dtypes=[F32])]
+)
+def test_groups_list_every_pair_once_by_expert_and_in_order(case, device, dtype) -> None:
+    from beyond.experts.products import group
+
+    tokens, per_token, block = case
+    torch.manual_seed(0)
+    chosen = torch.randint(-1, 20, (tokens, per_token), dtype=torch.int32, device=device)
+    order, experts = group(chosen, 20, block)
+    flat = chosen.flatten().cpu()
+    rows = [(int(e), row[row >= 0].tolist()) for e, row in zip(experts.cpu(), order.cpu(), strict=True) if e >= 0]
+    assert [pair for _, pairs in rows for pair in pairs] == [
+        int(pair) for expert in range(20) for pair in torch.where(flat == expert)[0]
+    ]
+    assert all((flat[pairs] == expert).all() and pairs for expert, pairs in rows)
+    assert [e for e, _ in rows] == sorted(e for e, _ in rows)
+
+
+@pytest.mark.interpreted
+def test_scores_that_are_no_numbers_choose_experts_that_there_are() -> None:
+    from beyond.experts.products import choose
+
+    experts = Experts(5, 2, 8)
+    choice = choose(torch.full((2, 5), float("nan")), experts, torch.zeros(2, dtype=torch.int64))
+    assert ((choice.chosen >= 0) & (choice.chosen < 5)).all() and choice.weights.isnan().all()
+
+
+EXACT = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 200}
+MODELS = [
+    ("qwen3-moe-tiny", {}),
+    ("qwen2-moe-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    pytest.param("qwen2-moe-tiny", {"without": "fused_layers"}, marks=pytest.mark.slow),
+    pytest.param("mixtral-tiny", {}, marks=pytest.mark.slow),
+    pytest.param("qwen3-moe-tiny", {"quantization": "int8", "quantization_group_size": 128}, marks=pytest.mark.slow),
+    pytest.param("mixtral-tiny", {"without": "fused_layers,skinny_gemm"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("preset", "options"), MODELS)
+def test_whole_models_give_the_references_tokens(preset, options, draw_norm_weights) -> None:
+    from beyond.experts import LLM, SamplingParams
+    from beyond.experts.fused_layers import choose_layers, triton_experts
+    from beyond.quantization.fused_layers import QuantizedProducts
+    from beyond.quantization.layers import QuantizedLinear
+
+    prompts = [[5, 6, 7] * 45, [9, 10]]  # together more than few tokens
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    reference, llm = (LLM(f"random:{preset}", device="cpu", **EXACT, **options) for _ in range(2))
+    for engine in reference, llm:
+        draw_norm_weights(engine.runner.model)
+    expected = reference.generate(prompts, params, False)
+    for module in llm.runner.model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.product = QuantizedProducts(CPU)
+        if isinstance(module, SparseMLP):
+            module.compute = triton_experts
+    choose_layers(llm.runner.model, llm.options)
+    found = llm.generate(prompts, params, False)
+    assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
