@@ -5,8 +5,9 @@
     python -m benchmarks.figures mlp sampling     # only results whose names contain one of these words
 
 `figures.toml` has the command, the machine and the time of every published result. A result is stale if the code that
-it measures differs from the code it was measured with (`sources.py`), or if other parts of its table are to be measured
-at another commit. Every command is one of `benchmarks.run`, `benchmarks.micro` or `tools.soak`, and writes one file.
+it measures differs from the code it was measured with (`sources.py`), if its command or its kind of GPU is another one,
+or if other parts of its table are to be measured at another commit. Every command is one of `benchmarks.run`,
+`benchmarks.micro` or `tools.soak`, and writes one file.
 """
 
 from __future__ import annotations
@@ -88,12 +89,16 @@ class Figure:
 
     @cached_property
     def change(self) -> str:
-        """Why the file is not of today's code; empty if it is."""
+        """Why the file is not of today's code, command and machine; empty if it is."""
         if self.file is None:
             return "not measured yet"
         where = self.file["environment"]
         if "code" not in where:
             return f"does not say which code it measured: {made_from(where)}"
+        if shlex.split(where["command"]) != self.words:
+            return f"measured by another command: python -m {where['command']}"
+        if self.gpus[1] not in where["device"]["name"]:
+            return f"measured on {where['device']['name']}"
         before = where["code"]
         changed = sorted(folder for folder in before | self.code if before.get(folder) != self.code.get(folder))
         return f"changed since {made_from(where)}: {', '.join(changed)}" if changed else ""

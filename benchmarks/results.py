@@ -3,7 +3,8 @@
 One layout for all of them:
 
     kind         "engines" (run.py), or the name of a module of `micro`
-    environment  versions, device, commit, dirty, date; `code`, the hashes of what was measured (sources.py); `seconds`
+    environment  versions, device, commit, dirty, date; `code`, the hashes of what was measured (sources.py); the
+                 `command` and the `seconds` that it took
     options      what was asked for
     rows         a dict per row, with every sample (`samples`, in seconds where a study times something)
 
@@ -18,8 +19,10 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -79,6 +82,12 @@ def commit_of_tree() -> tuple[str | None, bool | None]:
         return None, None
     # What measuring writes changes nothing about what was measured.
     return commit, bool(_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!*.svg"))
+
+
+def command() -> str:
+    """This process's command, after `python -m`."""
+    spec = sys.modules["__main__"].__spec__
+    return shlex.join([spec.name.removesuffix(".__main__") if spec else "", *sys.argv[1:]])
 
 
 def made_from(where: dict) -> str:

@@ -24,7 +24,7 @@ import torch
 from benchmarks.engines import REFERENCE, STUDIES, Engine, installed_engines, select
 from benchmarks.floor import ModelCost, floors
 from benchmarks.groups import group_results
-from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, commit_of_tree, write
+from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, command, commit_of_tree, write
 from benchmarks.sources import code_of
 from benchmarks.tables import overview, own_results
 from benchmarks.worker import run_job
@@ -256,7 +256,7 @@ class Measurement:
         return {
             "kind": "engines",
             "environment": found["environment"]
-            | {"code": self.code, "seconds": round(time.monotonic() - self.started)},
+            | {"code": self.code, "command": command(), "seconds": round(time.monotonic() - self.started)},
             "options": {
                 "size": args.size,
                 "model": self.model,

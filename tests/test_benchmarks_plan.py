@@ -98,7 +98,7 @@ def plan(tmp_path, monkeypatch) -> list[Figure]:
 
 
 def measured(figure: Figure, **where: object) -> None:
-    where = ENVIRONMENT | {"code": figure.code, "commit": "f" * 40} | where
+    where = ENVIRONMENT | {"code": figure.code, "command": figure.command, "commit": "f" * 40} | where
     results.write({"kind": "fake", "environment": where, "rows": [{}]}, figure.folder / f"{figure.name}.json")
 
 
@@ -107,13 +107,16 @@ def test_a_result_is_stale_if_its_code_or_the_commit_of_its_table_differs(plan, 
     for figure in plan:
         measured(figure)
     plan = figures.figures(tmp_path)
-    assert stale(plan, "f" * 40) == {}
+    assert stale(plan[1:], "f" * 40) == {}
+    assert stale(plan, "f" * 40) == {plan[0]: "measured on a machine"}
     measured(plan[1], code=plan[1].code | {"stage_e_batching": "other", "beyond": "gone"})
     measured(plan[2], code={"nothing": "0"})
+    measured(plan[3], command="benchmarks.micro block_waste part=y --publish second")
     measured(plan[4], commit="0" * 40)
     plan = figures.figures(tmp_path)
-    found = {figure.name: why for figure, why in stale(plan, "f" * 40).items()}
-    assert set(found) == {"scheduling-counted", "block_waste-first", "two-1"}
+    found = {figure.name: why for figure, why in stale(plan[1:], "f" * 40).items()}
+    assert set(found) == {"scheduling-counted", "block_waste-first", "block_waste-x-second", "two-1"}
+    assert found["block_waste-x-second"].startswith("measured by another command: python -m benchmarks.micro")
     assert found["scheduling-counted"].endswith("2030-01-02: beyond, stage_e_batching")
     assert found["two-1"] == "another part of its table is measured again"
     assert "not measured yet" not in found.values()

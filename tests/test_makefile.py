@@ -105,6 +105,12 @@ def test_a_stage_is_compared_with_the_one_before_it(make):
     assert "make compare STAGE=b" in make("compare", "STAGE=a").stderr
 
 
+def test_published_figures_are_listed_and_measured_only_if_minutes_are_given(make):
+    assert make("figures").returncode == 0 and make.calls[-1] == ["-m", "benchmarks.figures"]
+    assert make("figures", "MINUTES=20").returncode == 0
+    assert make.calls[-1] == ["-m", "benchmarks.figures", "--minutes", "20"]
+
+
 def test_what_pip_said_last_is_shown_where_it_fails(make, tmp_path):
     done = make("stage-a", venv=str(tmp_path / "venv"), PIP_ENDS_WITH="ERROR: No space left on device")
     assert done.returncode != 0 and "ERROR: No space left on device" in done.stderr

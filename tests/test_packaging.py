@@ -44,17 +44,8 @@ def test_a_wheel_claims_no_name_that_is_not_ours_alone(installed):
 
 
 def test_an_installed_stage_answers_with_a_model_that_is_a_directory(installed):
-    words = [
-        "--model",
-        str(ROOT / "models" / "tutor"),
-        "--device",
-        "cpu",
-        "--prompt",
-        "Who are you?",
-        "--max-tokens",
-        "9",
-    ]
-    done = run_elsewhere(installed, "stage_f_graph_tp", *words)
+    words = ["--model", str(ROOT / "models" / "tutor"), "--device", "cpu", "--max-tokens", "9"]
+    done = run_elsewhere(installed, "stage_f_graph_tp", *words, "--prompt", "Who are you?")
     assert done.returncode == 0, done.stderr
     assert "[answer]\nI am the tutor" in done.stdout
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks import micro
 from benchmarks.engines import read_option
 from benchmarks.render import tables
-from benchmarks.results import LOCAL, RESULTS, commit_of_tree, environment, write
+from benchmarks.results import LOCAL, RESULTS, command, commit_of_tree, environment, write
 from benchmarks.sources import code_of
 from benchmarks.timing import measure_ceilings
 from stage_a_naive.entrypoints.interrupts import run_command
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> Path:
         result["ceilings"] = measure_ceilings(torch.device("cuda"), torch.bfloat16)
         torch.cuda.empty_cache()  # other processes may be about to measure on it
     result |= module.measure(**options)
-    result["environment"] |= {"code": code, "seconds": round(time.monotonic() - started)}
+    result["environment"] |= {"code": code, "command": command(), "seconds": round(time.monotonic() - started)}
     paths = [args.output or LOCAL / f"{args.name}.json"]
     name = "-".join(filter(None, [args.name, result.get("part"), args.publish]))
     paths += [RESULTS / f"{name}.json"] if args.publish else []

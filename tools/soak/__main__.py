@@ -20,7 +20,7 @@ import sys
 from dataclasses import asdict
 
 from benchmarks.local_server import local_server
-from benchmarks.results import LOCAL, RESULTS, environment, write
+from benchmarks.results import LOCAL, RESULTS, command, environment, write
 from benchmarks.sources import code_of
 from stage_a_naive.entrypoints.interrupts import run_command
 from stage_e_batching import LLM
@@ -52,6 +52,7 @@ def main() -> int:
     arguments = parser.parse_args()
     where = environment()  # now: the tree may change while the soak runs
     where |= {"code": code_of("stage_e_batching:LLM", *["beyond.serving.__main__"] * arguments.http)}
+    where["command"] = command()
     # In float32, because random prompts give narrow margins: in bfloat16 the batch's size alone may change an answer.
     llm = LLM(arguments.model, device=arguments.device, dtype="float32", **OPTIONS)
     tally, counters = (over_http if arguments.http else on_engine)(llm, arguments)
