@@ -216,3 +216,18 @@ def test_compiled_for_hopper_the_weights_are_loaded_ahead_and_nothing_is_spilled
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         found = compiled_for_hopper(kernel, types, constants, ["residual_stride"], **options)
         assert "cp.async" in found and "st.local" not in found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["qwen3-moe-tiny", "qwen2-moe-tiny", "mixtral-tiny"])
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"enforce_eager": True}], ids=str)
+def test_in_bfloat16_the_same_steps_give_the_same_tokens_again(preset: str, options: dict) -> None:
+    from beyond.experts import LLM, SamplingParams
+
+    prompts = [[(7 * i + n) % 4000 + 1 for i in range(n)] for n in (3, 40, 9, 200)] * 4  # 16 requests: blocks of pairs
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    options = options | {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "enable_prefix_caching": False}
+    llm = LLM(f"random:{preset}", **options)
+    first, second = (llm.generate(prompts, params, False) for _ in range(2))
+    llm.close()
+    assert [output["token_ids"] for output in first] == [output["token_ids"] for output in second]
