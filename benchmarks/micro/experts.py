@@ -5,9 +5,10 @@
     python -m benchmarks.micro experts part=skewed         # the same with a router that prefers some experts
     python -m benchmarks.micro experts part=tiles          # the products alone, by how they are divided
 
-*floor*: bytes of weights under a router that chooses all experts equally often. *step*: the whole engine. The prompts differ, and the experts are counted in the same steps of an engine without graphs:
-a step's floor is what these experts and all other weights take to read. *skewed*: an eighth of the router's rows are
-three times as large. *tiles*: one layer's products in a CUDA graph over all layers, each with its own weights.
+*floor*: bytes of weights under a router that chooses all experts equally often. *step*: the whole engine. The prompts
+differ, and the experts are counted in the same steps of an engine without graphs: a step's floor is what these experts
+and all other weights take to read. *skewed*: an eighth of the router's rows are three times as large. *tiles*: one
+layer's products in a CUDA graph over all layers, each with its own weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,7 +39,7 @@ PROMPT, STEPS, COUNTED = 64, 64, 4  # tokens of a prompt; steps that are timed, 
 TILED = (("pairs", 1), ("pairs", 8), ("blocks", 8), ("blocks", 32), ("blocks", 256), ("blocks", 4096))
 OPTIONS = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 256, "num_kvcache_blocks": 2048}
 BYTES = ModelBytes(preset_config(MODEL), 2)
-[EXPERTS] = set(experts_of_layers(BYTES.config))
+EXPERTS = next(experts for experts in experts_of_layers(BYTES.config) if experts is not None)
 
 
 def measure(part: str = "floor", requests: tuple[int, ...] = REQUESTS, repeats: int = 5) -> dict:
@@ -132,7 +133,7 @@ def choices_of_steps(tokens: int) -> Iterator[list[torch.Tensor]]:
     found: list[torch.Tensor] = []
     run = fused_layers.run_experts
 
-    def collect(x: torch.Tensor, choice: Choice, *others: object, **named: object) -> object:
+    def collect(x: torch.Tensor, choice: Choice, *others: Any, **named: Any) -> Any:
         if len(x) == tokens:
             found.append(choice.chosen.clone())
         return run(x, choice, *others, **named)

@@ -138,7 +138,8 @@ class ExpertTensors:
         rows, columns = shape
         height = rows if stored.endswith(".down_proj") else 2 * rows
         first = rows if one["matrix"] == "up_proj" else 0
-        return self._all_experts(stored, (self._count, height, columns))[int(one["index"]), first : first + rows]
+        index = int(one["index"])
+        return self._all_experts(stored, (self._count, height, columns))[index : index + 1, first : first + rows][0]
 
     def _all_experts(self, stored: str, shape: tuple[int, ...]) -> LazyTensor:
         """Find the tensor for all experts, once: a source may have to make it."""
