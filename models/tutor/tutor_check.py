@@ -34,22 +34,36 @@ from tutor_text import (
     tool_call,
 )
 
-ROWS = {
-    "exact_match": "answers given back exactly",
-    "margin_min": "smallest margin",
-    "margin_1st_percentile": "1st percentile of the margin",
-    "margin_median": "median margin",
-    "right_start_in_other_words": "first 16 tokens right when the question is put in other words",
-    "right_start_held_out": "… in words that were held out of training, interview questions",
-    "right_start_held_out_elsewhere": "… held out, questions about other things (it says that it does not know)",
-    "exact_match_second_turn": "exact as the second turn of a conversation",
-    "exact_match_without_template": "exact without a template",
-    "tool_calls": "tool calls exact, the tool asked for by its name",
-    "tool_calls_with_tools": "… with the tools in the system prompt, any wording",
-    "tool_replies": "answers to what a tool returned exact",
+ROWS = {  # in English and in Chinese
+    "exact_match": ("answers given back exactly", "回答一字不差"),
+    "margin_min": ("smallest margin", "最小的差距"),
+    "margin_1st_percentile": ("1st percentile of the margin", "差距的第 1 百分位数"),
+    "margin_median": ("median margin", "差距的中位数"),
+    "right_start_in_other_words": (
+        "first 16 tokens right when the question is put in other words",
+        "换一种问法，前 16 个 token 都对",
+    ),
+    "right_start_held_out": (
+        "… in words that were held out of training, interview questions",
+        "… 训练时没见过的问法，面试题",
+    ),
+    "right_start_held_out_elsewhere": (
+        "… held out, questions about other things (it says that it does not know)",
+        "… 没见过的问法，无关的问题（它回答不知道）",
+    ),
+    "exact_match_second_turn": ("exact as the second turn of a conversation", "作为对话的第二轮，一字不差"),
+    "exact_match_without_template": ("exact without a template", "不用模板，一字不差"),
+    "tool_calls": ("tool calls exact, the tool asked for by its name", "工具调用一字不差，问题里点名要这个工具"),
+    "tool_calls_with_tools": ("… with the tools in the system prompt, any wording", "… 工具写在系统提示词里，任何问法"),
+    "tool_replies": ("answers to what a tool returned exact", "收到工具的结果之后，回答一字不差"),
 }
 ROWS_PER_BATCH = 64
 TEMPERATURE, SAMPLES = 0.8, 64  # of each open-ended prompt
+HEADS = (
+    "| open-ended prompt | entropy of the first token, nats | valid | different answers |",
+    "| 开放问题 | 第一个 token 的熵，nat | 有效 | 不同的回答 |",
+)
+EDITIONS = ("README.md", "README.zh-CN.md")
 FIGURES_START, FIGURES_END = "<!-- figures of check.json -->", "<!-- end of figures -->"
 
 
@@ -209,29 +223,25 @@ def check(folder: Path, device: str = "cpu") -> dict:
     return report
 
 
-def figures_table(report: dict) -> str:
-    """The figures of a check as the Markdown tables of the model card."""
+def figures_table(report: dict, edition: int) -> str:
+    """The figures of a check as the Markdown tables of one of the model card's editions."""
     lines = ["| | float32 | bfloat16 |", "|---|---|---|"]
-    for key, label in ROWS.items():
+    for key, labels in ROWS.items():
         values = [report[dtype].get(key) for dtype in ("float32", "bfloat16")]
         style = ".2f" if key.startswith("margin") else ".1%"
         cells = ["–" if value is None else format(value, style) for value in values]
-        lines.append(f"| {label} | {cells[0]} | {cells[1]} |")
-    lines += [
-        "",
-        "| open-ended prompt | entropy of the first token, nats | valid | different answers |",
-        "|---|---:|---:|---:|",
-    ]
+        lines.append(f"| {labels[edition]} | {cells[0]} | {cells[1]} |")
+    lines += ["", HEADS[edition], "|---|---:|---:|---:|"]
     for row in report["open_ended"]:
-        cells = f"{row['first_token_entropy']:.2f} | {row['valid']:.1%} | {row['different']} of {SAMPLES}"
-        lines.append(f"| {row['question']} | {cells} |")
+        different = f"{row['different']} {('of', '/')[edition]} {SAMPLES}"
+        lines.append(f"| {row['question']} | {row['first_token_entropy']:.2f} | {row['valid']:.1%} | {different} |")
     return "\n".join(lines)
 
 
 def update_model_card(report: dict) -> None:
     """Put the figures between the two marks in both editions of the README, so that none there is typed by hand."""
-    for card in (HERE / "README.md", HERE / "README.zh-CN.md"):
+    for edition, card in enumerate(map(HERE.joinpath, EDITIONS)):
         before, rest = card.read_text(encoding="utf-8").split(FIGURES_START)
         after = rest.split(FIGURES_END)[1]
-        text = f"{before}{FIGURES_START}\n{figures_table(report)}\n{FIGURES_END}{after}"
+        text = f"{before}{FIGURES_START}\n{figures_table(report, edition)}\n{FIGURES_END}{after}"
         card.write_text(text, encoding="utf-8")
