@@ -34,6 +34,7 @@ PROGRAMS = (
     "beyond/structured/loop.py",
     "beyond/windows/loop.py",
     "beyond/experts/loop.py",
+    "beyond/experts/parallel_loop.py",
     "beyond/scale_out/loop.py",
     "beyond/serving/loop.py",
 )

@@ -183,9 +183,20 @@ def test_a_damaged_checkpoint_is_refused_with_the_name_of_the_weight(
         tokens_of(path, package)
 
 
-def test_ranks_that_would_divide_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=2: .* has experts.* use pipeline_parallel_size"):
-        tokens_of(Path("random:qwen3-moe-tiny"), tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen2-moe-tiny", {}), ("mixtral-tiny", {"pipeline_parallel_size": 2})]
+)
+def test_ranks_with_a_part_of_every_expert_give_the_tokens_of_transformers(
+    tmp_path: Path, family: str, options: dict
+) -> None:
+    path = save_tiny(tmp_path, family)
+    assert tokens_of(path, tensor_parallel_size=2, **options) == tokens_of_transformers(path)
+
+
+def test_ranks_that_do_not_divide_an_expert_are_refused(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path, MODEL, moe_intermediate_size=47)
+    with pytest.raises(ValueError, match="size=2 does not divide the model's 47 intermediate features of an expert"):
+        tokens_of(path, tensor_parallel_size=2)
 
 
 @pytest.mark.fast
@@ -201,3 +212,16 @@ def test_the_floor_of_one_request_counts_the_experts_of_one_token() -> None:
     options = QuantizationOptions(quantization="int8")
     eight = QuantizedBytes(ModelBytes(preset_config("qwen3-30b-a3b"), 2), options).weight_bytes
     assert 0.55 < eight / found.weight_bytes < 0.57, "the head and the routers stay in 16 bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_gpus_with_a_part_of_every_expert_give_stage_as_tokens(family: str) -> None:
+    prompts = [PROMPTS[0], PROMPTS[1], [7, 8, 9] * 60]  # together more than few tokens
+    found = []
+    for package, options in (("stage_a_naive", {}), ("beyond.experts", {"tensor_parallel_size": 2})):
+        llm = importlib.import_module(package).LLM(f"random:{family}", device="cuda", dtype="float32", **options)
+        found.append(ask(llm, prompts, GREEDY))
+        llm.close()
+    assert found[0] == found[1]

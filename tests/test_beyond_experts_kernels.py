@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import CASE, CPU, F32, HALVES, interpreted, on_a_gpu, relative_error
+from no_gpu import compiled_for_hopper
 
 from beyond.experts.layers import SparseMLP, route
 from beyond.quantization.formats import FORMATS, dequantize_matrix, quantize_matrix
@@ -184,3 +185,34 @@ def test_whole_models_give_the_references_tokens(preset, options, draw_norm_weig
     choose_layers(llm.runner.model, llm.options)
     found = llm.generate(prompts, params, False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
+
+
+@pytest.mark.parametrize(("stored", "group"), [("*bf16", 0), ("*i8", 0), ("*i8", 128), ("*fp8e4nv", 0)])
+def test_compiled_for_hopper_the_weights_are_loaded_ahead_and_nothing_is_spilled(stored: str, group: int) -> None:
+    pytest.importorskip("triton")
+    from beyond.experts.expert_kernels import down_add_kernel, down_kernel, gate_up_silu_kernel
+    from beyond.experts.products import choose_tiles
+
+    dtypes = {"*bf16": torch.bfloat16, "*i8": torch.int8, "*fp8e4nv": torch.float8_e4m3fn}
+    types = dict.fromkeys(("x", "out", "residual"), "*bf16") | {
+        "weight": stored,
+        "residual_stride": "i32",
+        "tokens": "i32",
+    }
+    types |= dict.fromkeys(("scales", "squares", "pair_weights"), "*fp32")
+    types |= dict.fromkeys(("chosen", "experts", "order"), "*i32") | {"weight": stored}
+    shared = {"GROUP": group, "PDL": True, "PRECISION": "tf32"} | ({"scales": None} if stored == "*bf16" else {})
+    up, down = {"SIZE": 2048, "INTERMEDIATE": 768, "PER_TOKEN": 8}, {"SIZE": 768, "OUT_SIZE": 2048}
+    for kernel, block, sizes in (
+        (gate_up_silu_kernel, 16, up | {"GROUPED": False}),
+        (down_add_kernel, 16, down | {"PER_TOKEN": 8, "PER_TOKEN_PAD": 8}),
+        (gate_up_silu_kernel, 128, up | {"GROUPED": True}),
+        (down_kernel, 128, down),
+    ):
+        is_gate_up, grouped = kernel is gate_up_silu_kernel, kernel is down_kernel or sizes.get("GROUPED", False)
+        tiles = choose_tiles(block, grouped, torch.bfloat16, dtypes[stored], is_gate_up)
+        rows = tiles.rows // 8 if kernel is down_add_kernel else tiles.rows
+        constants = shared | sizes | {"BLOCK_M": block, "BLOCK_N": rows, "BLOCK_K": group or tiles.columns}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        found = compiled_for_hopper(kernel, types, constants, ["residual_stride"], **options)
+        assert "cp.async" in found and "st.local" not in found

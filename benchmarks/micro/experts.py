@@ -37,7 +37,8 @@ MODEL = "qwen3-30b-a3b"
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT, STEPS, COUNTED = 64, 64, 4  # tokens of a prompt; steps that are timed, and whose experts are counted
 TILED = (("pairs", 1), ("pairs", 8), ("blocks", 8), ("blocks", 32), ("blocks", 256), ("blocks", 4096))
-OPTIONS = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 256, "num_kvcache_blocks": 2048}
+OPTIONS = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 256, "attention_backend": "triton"}
+OPTIONS |= {"num_kvcache_blocks": 1024, "kvcache_block_size": 64}
 BYTES = ModelBytes(preset_config(MODEL), 2)
 EXPERTS = next(experts for experts in experts_of_layers(BYTES.config) if experts is not None)
 

@@ -53,11 +53,15 @@ class ExpertLayer(FusedLayer):
         query = self._queries(x, rotation, layer_cache, slots)
         attended = self.backend.attend(query, *layer_cache, metadata, attention.scale, attention.window).flatten(1)
         residual = products.add(attended, attention.o_proj, x.x, None) if few else attention.o_proj(attended, x)
-        stream = self._add_experts(residual, slots)
+        group = self.mlp.group
+        stream = self._add_experts(residual, slots, residual if group is None else torch.zeros_like(residual))
+        if group is not None:
+            return group.all_reduce(stream.x, residual)
         reads_stream = few and self._next_gain is not None and isinstance(products, SkinnyGemms)
         return stream if reads_stream else stream.x
 
-    def _add_experts(self, residual: Tensor, slots: Tensor) -> Stream:
+    def _add_experts(self, residual: Tensor, slots: Tensor, total: Tensor) -> Stream:
+        """Add the outputs of the experts for the rows `residual` to `total`, in place; it may be the same tensor."""
         mlp, norm = self.mlp, self.post_attention_layernorm
         router, experts, pdl = mlp.gate.weight, mlp.experts, self._pdl
         if len(slots) <= ROUTED_TOGETHER:
@@ -66,8 +70,8 @@ class ExpertLayer(FusedLayer):
         else:
             x = rms_norm(residual, norm.weight, norm.eps, pdl)
             choice = choose(F.linear(x, router), experts, slots, pdl)
-        residual = mlp.add_shared(x, residual)
-        return run_experts(x, choice, mlp.gate_up_proj.weight, mlp.down_proj.weight, experts, residual, pdl=pdl)
+        total = mlp.add_shared(x, total)
+        return run_experts(x, choice, mlp.gate_up_proj.weight, mlp.down_proj.weight, experts, total, pdl=pdl)
 
 
 def make_layer(layer: DecoderLayer, *others: Any) -> FusedLayer:
@@ -92,6 +96,6 @@ def choose_layers(model: DecoderModel, options: Options) -> str:
     if options.uses_eight_bits:
         eight_bits.fuse_layers(model, options, make_layer)
         return "layers: our Triton kernels, reading 8 bits, also for experts"
-    most = skinny_limit(model.config.hidden_size) if skinny else 0
+    most = skinny_limit(model.config.hidden_size, options.tensor_parallel_size) if skinny else 0
     stage_f.fuse_layers(model, most, elementwise, options.uses("pdl"), make_layer)
     return "layers: our Triton kernels, also for experts"

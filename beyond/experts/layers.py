@@ -117,9 +117,15 @@ class SparseMLP(nn.Module):
             return residual
         return residual.add_(self.shared_expert_gate(x).sigmoid() * self.shared_expert(x, None))
 
+    @property
+    def group(self) -> Any:
+        """The ranks that hold the other parts of every expert; None if this one has whole experts."""
+        return getattr(self.down_proj, "group", None)
+
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        total = self.add_shared(x, torch.zeros_like(x) if residual is None else residual)
-        return self.compute(self, x, *route(self.gate(x), self.experts), total)
+        total = torch.zeros_like(x) if residual is None or self.group is not None else residual
+        total = self.compute(self, x, *route(self.gate(x), self.experts), self.add_shared(x, total))
+        return total if self.group is None else self.group.all_reduce(total, residual)
 
 
 def make_sparse_mlp(

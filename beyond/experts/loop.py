@@ -58,9 +58,9 @@ def expected(tokens: int) -> float:
 
 
 def main() -> None:
-    counts = {}
+    counts, numbers = {}, torch.Generator().manual_seed(2)
     for tokens in (1, 8, 64):
-        batches = torch.randn(BATCHES, tokens, HIDDEN)
+        batches = torch.randn(BATCHES, tokens, HIDDEN, generator=numbers)
         for way in (dense, grouped):
             reads = []
             for x in batches:

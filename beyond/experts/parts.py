@@ -19,16 +19,11 @@ def with_experts(formats: Formats, source: ModelSource, options: Options, device
     """Return formats that also make and load layers with experts, if the model has them.
 
     Raises:
-        ValueError: an option that a model with experts does not support.
+        ValueError: a GPU, and an activation that the kernels do not compute.
     """
     config = ModelConfig.from_hf(source.config)
     if not config.has_experts:
         return formats
-    if options.tensor_parallel_size > 1:
-        raise ValueError(
-            f"tensor_parallel_size={options.tensor_parallel_size}: {source.name} has experts, which are not divided "
-            "among ranks here; use pipeline_parallel_size"
-        )
     compute: Compute = expert_by_expert
     if device.type == "cuda":
         if config.activation != "silu":

@@ -53,6 +53,10 @@ class Experts(NamedTuple):
         """Rows of the matrices that weigh the experts: one per expert, and one for a shared expert."""
         return self.count + bool(self.shared_size)
 
+    def shard(self, parts: int) -> Experts:
+        """Return the experts of which every one has a part of the intermediate features."""
+        return self._replace(size=self.size // parts, shared_size=self.shared_size // parts)
+
 
 def experts_of_layers(config: PretrainedConfig) -> list[Experts | None]:
     """Return the experts of each layer; None for a layer with an ordinary MLP."""

@@ -47,7 +47,10 @@ def check_divisible(config: ModelConfig, size: int) -> None:
         ValueError: it cannot; the message names the size that does not fit.
     """
     kv_heads = config.num_kv_heads
-    for what, count in (("attention heads", config.num_heads), ("intermediate features", config.intermediate_size)):
+    counts = {("attention heads", config.num_heads), ("intermediate features", config.intermediate_size)}
+    for experts in filter(None, (kind.experts for kind in config.layers)):
+        counts |= {("intermediate features of an expert", n) for n in (experts.size, experts.shared_size)}
+    for what, count in sorted(counts):
         if count % size:
             raise ValueError(f"tensor_parallel_size={size} does not divide the model's {count} {what}")
     if kv_heads % size and size % kv_heads:
@@ -59,6 +62,7 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     check_divisible(config, size)
     return replace(
         config,
+        layers=tuple(replace(kind, experts=kind.experts and kind.experts.shard(size)) for kind in config.layers),
         num_heads=config.num_heads // size,
         num_kv_heads=max(1, config.num_kv_heads // size),
         intermediate_size=config.intermediate_size // size,
@@ -109,6 +113,7 @@ class ShardedTensors:
         self._cuts |= dict.fromkeys(("k_proj", "v_proj"), (0, kv_dim, kv_parts, rank * kv_parts // size))
         self._cuts |= {"o_proj": (1, rows["q_proj"], size, rank)}
         self._cuts |= {"down_proj": (1, config.intermediate_size, size, rank)}
+        self._experts = next((kind.experts for kind in config.layers if kind.experts), None)
 
     def names(self) -> set[str] | None:
         return self._whole.names()
@@ -116,7 +121,12 @@ class ShardedTensors:
     def _cut(self, name: str) -> tuple[int, int, int, int] | None:
         matrix, kind = name.split(".")[-2:]
         cut = self._cuts.get(matrix)
-        return None if cut is None or (kind == "bias" and cut[0] == 1) else cut
+        if cut is None or (kind == "bias" and cut[0] == 1):
+            return None
+        if self._experts is not None and "expert" in name:  # an expert is cut as an MLP is, and has another size
+            dim, _, parts, part = cut
+            return dim, self._experts.shared_size if ".shared_expert." in name else self._experts.size, parts, part
+        return cut
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of this rank's slice, or the whole shape of a tensor that cannot be cut."""
