@@ -80,9 +80,7 @@ def check_experts(case, device, dtype, few_tokens=8):
     assert torch.equal(runs[0].x[padding], residual[padding])
 
 
-@pytest.mark.parametrize(
-    CASE, [*interpreted(*SMALL), *on_a_gpu(*SMALL), *on_a_gpu(*REAL), *on_a_gpu(*EIGHT, dtypes=HALVES)]
-)
+@pytest.mark.parametrize(CASE, [*interpreted(*SMALL), *on_a_gpu(*SMALL), *on_a_gpu(*REAL, *EIGHT, dtypes=HALVES[:1])])
 def test_experts_run_by_pairs_and_by_blocks_give_the_formula(case, device, dtype) -> None:
     check_experts(case, device, dtype)
     if case[0] <= 64:
@@ -105,7 +103,8 @@ def test_the_router_normalises_chooses_and_weighs(case, device, dtype, sum_to_on
     torch.manual_seed(hidden)
     experts = Experts(count, per_token, 8, 0, sum_to_one)
     x = torch.randn(tokens, hidden + 3, device=device).to(dtype)[:, :hidden]
-    gain, router = torch.rand(hidden, device=device).to(dtype), torch.randn(count, hidden, device=device).to(dtype)
+    gain = torch.rand(hidden, device=device).to(dtype)
+    router = (torch.randn(count, hidden, device=device) * hidden**-0.5).to(dtype)  # scores near 1, as a model's are
     slots = torch.arange(tokens, device=device)
     slots[tokens // 2] = -1
     counters = torch.zeros(8, dtype=torch.int32, device=device)
