@@ -419,7 +419,7 @@ def down_add_kernel(
     """Multiply the pairs of one token by BLOCK_N rows of their experts, add them up, and to the residual.
 
     The left operand has the same rows of all the token's experts, and the right operand all pairs: of the product only
-    the parts where expert and pair belong together are used. The tensor cores have time for the others.
+    the parts where expert and pair belong together are used.
     """
     token = tl.program_id(1)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
