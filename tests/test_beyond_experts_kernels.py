@@ -226,7 +226,7 @@ def test_in_bfloat16_the_same_steps_give_the_same_tokens_again(preset: str, opti
     prompts = [[(7 * i + n) % 4000 + 1 for i in range(n)] for n in (3, 40, 9, 200)] * 4  # 16 requests: blocks of pairs
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     options = options | {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 16, "enable_prefix_caching": False}
-    llm = LLM(f"random:{preset}", **options)
+    llm = LLM(f"random:{preset}", num_kvcache_blocks=64, kvcache_block_size=64, **options)
     first, second = (llm.generate(prompts, params, False) for _ in range(2))
     llm.close()
     assert [output["token_ids"] for output in first] == [output["token_ids"] for output in second]
