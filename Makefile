@@ -24,7 +24,7 @@ LAB ?=
 FORCE ?=
 ONLY ?=
 SHOW ?=
-LAB_TESTS ?=
+SEED ?=
 UPTO ?=
 OUT ?=
 CONSTRAINTS ?= constraints.txt
@@ -74,7 +74,7 @@ help: ## print this list
 	@echo "  make stage-a … stage-f   run a stage: one question in, streamed answer and performance summary out"
 	@grep -hE '^[a-z][a-z% -]*:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-19s %s\n", $$1, $$2}'
 	@echo "  make lab-a … lab-p       write a lab's starter to labs/work/ (FORCE=1: begin again, the old copy is kept aside)"
-	@echo "  make grade-a … grade-p   grade your copy (ONLY=D.2: one exercise, with SHOW=1 in the foreground; LAB_TESTS=dir)"
+	@echo "  make grade-a … grade-p   grade your copy (ONLY=D.2: one exercise, with SHOW=1 in the foreground; SEED=7: other inputs)"
 	@echo "Variables: MODEL= PROMPT= DEVICE= DTYPE= ARGS= (any stage), TP= (stage-f), MINUTES= (soak, figures), PYTHON= VENV="
 	@echo "           STAGE=e|f ENGINE=module:LLM PORT= REPLICAS= (serve)"
 	@echo "           LAB=1 (any stage, serve, bench: run your copies in labs/work/), LAB=g (those of lab G alone)"
@@ -93,12 +93,12 @@ $(LAB_TARGETS): lab-%: $(READY)
 	@$(PY) -m labs.starter $* $(if $(FORCE),--force)
 
 $(GRADE_TARGETS): grade-%: $(call WITH,labs)
-	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)")$(if $(SHOW), --show) $(if $(LAB_TESTS),--tests "$(LAB_TESTS)") $(ARGS)
+	@$(PY) -m labs.grade $* $(if $(ONLY),--only "$(ONLY)")$(if $(SHOW), --show) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 submit: $(READY) ## pack what is handed in of one lab, into labs/work/: make submit LAB=d
 	@$(PY) -m labs.submit $(if $(LAB),$(LAB),$(error which lab? make submit LAB=d)) $(ARGS)
 
-instructor-pack: $(READY) ## model answers, rubrics, hidden tests and policies for those who teach, into labs/pack/
+instructor-pack: $(READY) ## model answers, rubrics and policies for those who teach, into labs/pack/
 	@$(PY) -m labs.pack
 
 student-repo: $(READY) ## the course without the answers, up to a lab: make student-repo UPTO=d OUT=../course-d

@@ -1,26 +1,26 @@
 """Grade the submissions of a whole course: one process, or one container, per student.
 
-    python -m labs.batch d submissions/ results/ --jobs 4 --tests hidden/ --seed-secret file
+    python -m labs.batch d submissions/ results/ --jobs 4
     python -m labs.batch d submissions/ results/ --resume        go on after an interruption
     python -m labs.batch d submissions/ results/ --only ada      one student again
 
 `submissions/` holds one folder or one archive per student, as `make submit`, Moodle or a student's own system packs it.
 `results/` gets one JSON per student, `summary.csv` with a row per student and the points and seconds of every exercise,
 and `similarity.csv`. The summary is complete after every student, so a run that is interrupted loses none.
+
+The inputs of a run follow from a seed that nobody knows before, the same for all students: the reference's values are
+computed once. It is in every report, and `--seed` repeats it.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
-import hmac
 import json
 import lzma
 import os
 import re
 import secrets
-import shutil
 import stat
 import subprocess
 import sys
@@ -36,9 +36,9 @@ from pathlib import Path, PurePosixPath
 
 from labs import container, sandbox, similarity
 from labs.exercises import ROOT, Lab, load_labs
+from labs.grade import JudgeError, values_of
 from labs.lateness import FreeDays, Policy, moment
 from labs.report import FORMS, commit
-from labs.tests.support import SEED_VARIABLE
 from stage_a_naive.contract.errors import one_line
 from stage_a_naive.entrypoints.interrupts import run_command
 
@@ -51,9 +51,9 @@ CANNOT_UNPACK = (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, zlib.e
 CANNOT_UNPACK += (RuntimeError, ValueError)
 
 
-def student_seed(student: str, secret: str) -> int:
-    """A number that only the holder of the secret can tell beforehand, the same in every run."""
-    return int.from_bytes(hmac.digest(secret.encode(), student.encode(), hashlib.sha256)[:6], "big")
+def new_seed() -> int:
+    """A seed that nobody knows beforehand."""
+    return 1 + secrets.randbelow(2**40)
 
 
 def submissions_in(folder: Path) -> dict[str, Path]:
@@ -149,27 +149,20 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
     """Grade one student in a process, or container, of its own; returns the row of the summary."""
     target.unlink(missing_ok=True)  # marks of an earlier run
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    environment |= {SEED_VARIABLE: str(student_seed(student, args.secret))} if args.secret else {}
-    options = ["--partial"] if args.partial else []
+    options = ["--seed", str(args.seed), "--values", *["--partial"] * args.partial]
     name = f"six-engines-{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix="six-engines-marks-") as folder:
         private = Path(folder)
         if args.container:
-            tests = shutil.copytree(args.tests, private / "hidden") if args.tests else None
             (private / "results").mkdir(mode=0o700)
-            for closed in filter(None, (tests, private / "results")):
-                closed.chmod(0o700)
             marks = private / "results" / container.MARKS
-            command = container.command(
-                args.container, name, lab.letter, work, marks.parent, STUDENT_SECONDS, tests, options
-            )
+            command = container.command(args.container, name, lab.letter, work, marks.parent, STUDENT_SECONDS, options)
         else:
             marks = private / container.MARKS
             command = [sys.executable, "-m", "labs.grade", lab.letter, "--work", str(work), "--json", str(marks)]
-            command += ["--tests", str(args.tests)] if args.tests else []
             command += ["--sandbox"] if args.sandbox else []
             command += options
-        problem = _problem_of(command, environment, name if args.container else "")
+        problem = _problem_of(command, environment, args.values, name if args.container else "")
         if not problem and not marks.is_file():
             problem = "the grader wrote no marks"
         report = {} if problem else json.loads(marks.read_text(encoding="utf-8"))
@@ -184,12 +177,13 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
     return row
 
 
-def _problem_of(command: list[str], environment: dict[str, str], container_name: str) -> str:
-    """Run a grader; returns why there are no marks, "" if there are."""
+def _problem_of(command: list[str], environment: dict[str, str], values: str, container_name: str) -> str:
+    """Run a grader, which reads the reference's values; returns why there are no marks, "" if there are."""
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     try:
         run = subprocess.run(
             command,
+            input=values,
             env=environment,
             cwd=ROOT,
             text=True,
@@ -282,10 +276,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="students at the same time")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the summary that have no problem")
     parser.add_argument("--only", help="a student, or several with commas; the others keep their rows")
-    parser.add_argument("--tests", type=Path, help="a directory with hidden tests")
+    parser.add_argument("--seed", type=int, help="of the inputs, to repeat a run; a new one if it is not given")
     parser.add_argument("--form", choices=list(FORMS), default="plain", help="of each student's JSON")
     parser.add_argument("--partial", action="store_true", help="points in proportion to the tests that pass")
-    parser.add_argument("--seed-secret", type=Path, help="a file; its text makes each student's seed for hidden tests")
     parser.add_argument("--container", metavar="IMAGE", help="grade each student in a container of this image")
     parser.add_argument("--due", type=moment, help="the deadline, such as 2026-10-01T23:59:00+02:00")
     parser.add_argument("--received", type=Path, help="a table with the columns student and received, for --due")
@@ -304,10 +297,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--free-days needs --due and --received")
     received = received_in(args.received) if args.received else {}
     policy, free_days = Policy(args.late_percent, args.late_days), FreeDays(args.free_days, args.lab)
-    args.tests = args.tests and args.tests.resolve()
     args.walls = f"in containers of {args.container}" if args.container else sandbox.described()
     args.sandbox = not args.container and not sandbox.why_not()
-    args.secret = args.seed_secret.read_text(encoding="utf-8").strip() if args.seed_secret else ""
+    args.seed = new_seed() if args.seed is None else args.seed
     lab, results = load_labs()[args.lab], args.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
     summary, submissions = results / "summary.csv", submissions_in(args.submissions.resolve())
@@ -323,7 +315,16 @@ def main(argv: list[str] | None = None) -> int:
     else:
         rows = {}
     judges = commit() or "unknown"
-    print(f"lab {args.lab}: {len(again)} of {len(submissions)} submissions, commit {judges}; answers run {args.walls}")
+    print(
+        f"lab {args.lab}: {len(again)} of {len(submissions)} submissions, commit {judges}, seed {args.seed}; "
+        f"answers run {args.walls}",
+        flush=True,
+    )
+    try:
+        args.values = json.dumps(values_of(lab, args.seed)) if again else ""
+    except JudgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
     def enter(row: dict[str, object]) -> None:
         if args.due:

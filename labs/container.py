@@ -2,15 +2,13 @@
 
 The container has no network, a file system that cannot be written to but for a folder in memory, and limits of memory,
 processes and time. It is root's inside, with the few rights that a grader needs to run answers as a user who owns
-nothing (`sandbox.become_nobody`): root alone reads the hidden tests and writes the marks. The submission and the hidden
-tests are mounted without the right to write; the folder for the marks is this student's alone.
+nothing (`sandbox.become_nobody`): root alone reads the reference and writes the marks. The submission is mounted
+without the right to write; the folder for the marks is this student's alone.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from labs.tests.support import SEED_VARIABLE
 
 # To read what a student packed and to write what the host owns; to give a folder away, become another user, end it.
 RIGHTS = ("DAC_OVERRIDE", "CHOWN", "SETGID", "SETUID", "KILL")
@@ -25,7 +23,6 @@ def command(
     work: Path,
     results: Path,
     seconds: float,
-    tests: Path | None,
     options: list[str],
 ) -> list[str]:
     """What to run, the name of docker's command line first.
@@ -35,16 +32,14 @@ def command(
         work: the submission.
         results: an empty folder of this student's, where `MARKS` will be.
         seconds: after which it is ended from inside.
-        tests: a directory with hidden tests, which only the folder's owner may read.
         options: of `labs.grade`, besides those for the paths above.
     """
-    words = ["docker", "run", "--rm", "--name", name, "--network", "none", "--read-only"]
+    words = ["docker", "run", "--rm", "--interactive", "--name", name, "--network", "none", "--read-only"]
     words += ["--tmpfs", f"/tmp:rw,exec,mode=1777,size={SCRATCH}"]
     words += ["--memory", MEMORY, "--memory-swap", MEMORY, "--cpus", "1", "--pids-limit", str(PROCESSES)]
     words += ["--user", "0:0", "--cap-drop", "ALL", *(word for right in RIGHTS for word in ("--cap-add", right))]
-    words += ["--security-opt", "no-new-privileges", "--env", SEED_VARIABLE]
+    words += ["--security-opt", "no-new-privileges"]
     words += ["--volume", f"{work}:/submission:ro", "--volume", f"{results}:/results"]
-    words += ["--volume", f"{tests}:/hidden:ro"] if tests else []
     words += [image, "timeout", "--signal=KILL", f"{seconds:.0f}"]
     words += ["python", "-m", "labs.grade", letter, "--work", "/submission", "--json", f"/results/{MARKS}", "--sandbox"]
-    return words + (["--tests", "/hidden"] if tests else []) + options
+    return words + options

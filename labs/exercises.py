@@ -12,6 +12,16 @@ from labs import bodies
 ROOT = Path(__file__).resolve().parent.parent
 LABS = ROOT / "labs"
 WORK = LABS / "work"
+STAGES = (
+    "stage_a_naive",
+    "stage_b_decode_step",
+    "stage_c_fused_mlp",
+    "stage_d_paged",
+    "stage_e_batching",
+    "stage_f_graph_tp",
+    "beyond",
+)
+WHOLE = ("TestWholeStage",)  # runs the learner's whole stage with nothing exchanged
 VARIED = "abcdef"  # labs whose exercise 0 is a variant of the stage's program
 
 
@@ -26,7 +36,7 @@ class Exercise:
         points: what it is worth.
         minutes: how long it takes a student who knows PyTorch, about.
         hints: where to look when stuck, each saying more than the one before.
-        tests: the test classes that judge it, as `file::Class`.
+        tests: the classes of the lab's driver that judge it.
         slow: texts of the function and what each becomes in the starter, where the learner gets a slow body, not none.
         prefix: the folder in the learner's that holds the lab's copies; "" is that folder itself.
     """
@@ -101,7 +111,6 @@ class Lab:
         letter: "a" … "g", "p".
         package: the stage.
         folders: what the learner gets a copy of, relative to the repository.
-        whole: the test class that runs the learner's whole stage with nothing exchanged.
         prefix: as of its exercises.
     """
 
@@ -109,7 +118,6 @@ class Lab:
     title: str
     package: str
     folders: tuple[str, ...]
-    whole: str
     exercises: tuple[Exercise, ...]
     prefix: str = ""
 
@@ -134,14 +142,12 @@ def load_labs() -> dict[str, Lab]:
         exercises = []
         for number, item in enumerate(entry.pop("exercises"), 0 if letter in VARIED else 1):
             path, name = item.pop("at").split("::")
-            tests = tuple(f"test_lab_{letter}.py::{test}" for test in item.pop("tests"))
-            hints, slow = tuple(item.pop("hints")), tuple(map(tuple, item.pop("slow", ())))
-            item = {"prefix": entry.get("prefix", "")} | item | {"slow": slow}
+            hints, tests, slow = tuple(item.pop("hints")), tuple(item.pop("tests")), map(tuple, item.pop("slow", ()))
+            item = {"prefix": entry.get("prefix", "")} | item | {"slow": tuple(slow)}
             identity = f"{letter.upper()}.{number}"
             exercises.append(Exercise(id=identity, path=path, name=name, hints=hints, tests=tests, **item))
         folders = tuple(entry.pop("folders"))
-        whole = f"test_lab_{letter}.py::TestWholeStage"
-        labs[letter] = Lab(letter=letter, folders=folders, whole=whole, exercises=tuple(exercises), **entry)
+        labs[letter] = Lab(letter=letter, folders=folders, exercises=tuple(exercises), **entry)
     return labs
 
 

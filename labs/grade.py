@@ -3,39 +3,42 @@
     python -m labs.grade d                      (make grade-d)
     python -m labs.grade d --only D.2           (make grade-d ONLY=D.2)
     python -m labs.grade d --only D.2 --show    (make grade-d ONLY=D.2 SHOW=1): prints, tracebacks, breakpoint()
-    python -m labs.grade d --tests hidden/      (make grade-d LAB_TESTS=hidden/)
+    python -m labs.grade d --seed 7             (make grade-d SEED=7): other inputs
     python -m labs.grade d --json results.json --form gradescope --sandbox
 
-Of the learner's copy only the functions of the exercises are taken (`submission.py`), each into a process of its own
-(`judge.py`); everything else that runs is this repository's.
+Of the learner's copy only the functions of the exercises are taken (`submission.py`), each into a folder and a process
+of its own (`tree.py`, `judge.py`). The lab's driver runs there and says which values it finds. It runs on the reference
+too, and this process, in which nothing of a submission runs, compares the two (`values.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import json
 import os
-import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+from types import TracebackType
 
-from labs import no_triton, progress, sandbox
-from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, load_labs
-from labs.job import TEST_SECONDS, Job
-from labs.mutants import MUTATIONS
+from labs import mutants, no_triton, progress, sandbox, tree, values
+from labs.exercises import LABS, ROOT, WHOLE, WORK, Exercise, Lab, load_labs
+from labs.judge import HUNG, Job
 from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
-from labs.submission import Unusable, changes_in_given_code, intruders, read_answer
+from labs.submission import Answer, Unusable, changes_in_given_code, intruders, read_answer
 from stage_a_naive.entrypoints.interrupts import run_command
 
-PUBLIC_TESTS = LABS / "tests"
-SILENCE = 300.0  # seconds that the judge may need for its imports, and beyond a test's time
+RECORDED = LABS / "values"  # of the reference, in an edition that has none
+SECONDS = 120.0  # in which a driver must send something
+SILENCE = 300.0  # seconds that the judge may need for its imports, and beyond a driver's time
 # `-I`: no variable of the caller's, no folder of the user's, no current folder on Python's path.
 START = "import sys; sys.path.insert(0, {root!r}); from labs import judge; {call}"
 
@@ -44,142 +47,282 @@ class JudgeError(RuntimeError):
     """The judge could not begin, or no answer is to blame for its end."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job: the lines that it sent, how it ended, and where the learner's lines are in its folder."""
+
+    lines: list[str]
+    ended: str
+    places: list[tree.Place]
+
+
+class Judge:
+    """The process of `judge.py`, which is started when it is needed, and again when an answer has ended it.
+
+    Args:
+        walls: what each answer is kept apart by (`sandbox.walls`).
+        seed: of the drivers' inputs.
+        recorded: what drivers sent on the reference with this seed, by class; more is added.
+        seconds: in which a driver must send something.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        walls: tuple[str, ...] = (),
+        recorded: dict[str, list[str]] | None = None,
+        seconds: float = SECONDS,
+    ) -> None:
+        self.seed, self.walls, self.seconds = seed, walls, seconds
+        self.recorded: dict[str, list[str]] = {} if recorded is None else recorded
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (without a name: an answer that deletes files finds none)
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+        self._log.close()
+
+    def _stop(self) -> str:
+        """End the process; returns how it ended."""
+        if self._process is None:
+            return ""
+        process, self._process = self._process, None
+        with process, contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        code = process.returncode
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+    @contextlib.contextmanager
+    def job(
+        self,
+        lab: Lab,
+        classes: tuple[str, ...],
+        answers: list[Answer],
+        change: Callable[[Path], None] | None = None,
+        work: Path | None = None,
+    ) -> Iterator[tuple[Job, list[tree.Place]]]:
+        """A folder in which these answers run, while the block runs.
+
+        Args:
+            change: changes the folder's copy of the repository.
+            work: what namespaces hide besides the reference.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="six-engines-job-"))
+        try:
+            (folder / "scratch").mkdir()
+            places = tree.write(lab, folder / "tree", answers)
+            if change is not None:
+                change(folder / "tree")
+            walls, hidden = (self.walls, unseen(work)) if answers or change else ((), ())
+            yield Job(str(folder), lab.letter, classes, self.seed, self.seconds, walls, hidden), places
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def run(self, lab: Lab, classes: tuple[str, ...], answers: list[Answer], **options: object) -> Outcome:
+        """Run a lab's driver on answers; without one, on the reference. The arguments are those of `job`.
+
+        Raises:
+            JudgeError: the judge ended before its first job, or in one of the reference's.
+        """
+        with self.job(lab, classes, answers, **options) as (job, places):
+            is_new = self._process is None
+            process = self._process = self._process or subprocess.Popen(
+                _isolated("judge.main()"),
+                env=_environment(),
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+            )
+            with contextlib.suppress(BrokenPipeError):  # it has ended: what it said is read all the same
+                process.stdin.write(f"{json.dumps(asdict(job))}\n".encode())
+                process.stdin.flush()
+            lines: list[str] = []
+            try:
+                for text in _lines_of(process, job.seconds + SILENCE):
+                    line = json.loads(text)
+                    if "ended" in line:
+                        return Outcome(lines, str(line["ended"]), places)
+                    lines.append(str(line["line"]))
+            except (ValueError, TypeError, KeyError, RecursionError):  # of root's, who can write to it
+                process.kill()
+            end = self._stop()
+            if not lines and (is_new or not answers):
+                self._log.seek(0)
+                said = self._log.read().decode(errors="replace").strip()[-2000:]
+                raise JudgeError(f"the judge itself failed ({end}): {said}")
+            return Outcome(lines, f"not allowed: it took the judge down ({end})", places)
+
+    def expected(self, lab: Lab, classes: tuple[str, ...]) -> list[values.Test]:
+        """What the driver sends on the reference."""
+        if any(f"{lab.letter}.{name}" not in self.recorded for name in classes):
+            if any(tree.is_left_out(exercise) for exercise in lab.exercises):
+                raise JudgeError(
+                    f"the values of lab {lab.letter} are not in {RECORDED}, and there is no reference here"
+                )
+            for name in classes:
+                outcome = self.run(lab, (name,), [])
+                tests = values.read(outcome.lines)
+                error = next((f"{test.name}: {test.error}" for test in tests if test.error), "")
+                if error or not tests or not tests[-1].ended:
+                    raise JudgeError(f"lab {lab.letter}, {name}, the reference itself: {error or outcome.ended}")
+                self.recorded[f"{lab.letter}.{name}"] = outcome.lines
+        return [test for name in classes for test in values.read(self.recorded[f"{lab.letter}.{name}"])]
+
+    def enter(self, mark: Mark, lab: Lab, exercises: list[Exercise], work: Path) -> None:
+        """Fill in a mark: passed if every value is that of the reference, else the first that is not says why.
+
+        Args:
+            exercises: one, or all of the lab for its whole stage.
+        """
+        classes = WHOLE if len(exercises) > 1 else exercises[0].tests
+        try:
+            if exercises[0].is_break_it and len(exercises) == 1:
+                self._enter_test(mark, lab, exercises[0], work)
+                return
+            judged = [exercise for exercise in exercises if not exercise.is_break_it]
+            answers = tree.answers_for(lab, judged, work)
+        except Unusable as error:
+            mark.state, mark.reason = "failed", str(error)
+            return
+        expected = self.expected(lab, classes)
+        skipped = next((test.skip for test in expected if test.skip), "")
+        if skipped:
+            mark.state, mark.reason = "not judged", skipped
+            return
+        outcome = self.run(lab, classes, answers, work=work)
+        found = values.read(outcome.lines)
+        mark.num_tests, reasons = len(expected), []
+        for number, test in enumerate(expected):
+            reasons.append(_reason(test, found[number] if number < len(found) else None, outcome, found))
+        if len(found) > len(expected):
+            reasons.append("it sent more than the driver asks for")
+        mark.num_passed, mark.seconds = reasons.count(""), round(sum(test.seconds for test in found), 3)
+        mark.reason = values.shortened(next(filter(None, reasons), ""), values.LIMIT)
+        mark.state = "failed" if mark.reason else "passed"
+
+    def _enter_test(self, mark: Mark, lab: Lab, exercise: Exercise, work: Path) -> None:
+        text = mutants.learners_test(exercise, work)
+
+        def run(change: Callable[[Path], None]) -> tuple[bool | None, str]:
+            def with_test(folder: Path) -> None:
+                change(folder)
+                (folder / "test_break.py").write_text(text, encoding="utf-8")
+
+            outcome = self.run(lab, (), [], change=with_test, work=work)
+            try:
+                line = json.loads(outcome.lines[0])
+                return bool(line["passed"]), values.shortened(str(line["error"]))
+            except (LookupError, ValueError, TypeError):
+                return (None if outcome.ended.startswith(HUNG) else False), outcome.ended
+
+        mark.num_tests = 1
+        mark.reason = mutants.why_not(mutants.load_mutations(graded=self.seed != 0)[lab.letter], run)
+        mark.state, mark.num_passed = ("failed", 0) if mark.reason else ("passed", 1)
+
+
+def _reason(expected: values.Test, got: values.Test | None, outcome: Outcome, found: list[values.Test]) -> str:
+    """Why a test has failed, with the learner's line where it came to light."""
+    if found and not found[-1].name:
+        return values.NO_DRIVER
+    if got is None or got.name != expected.name or (not got.ended and not got.error):
+        last = f" in {found[-1].name}" if found else ""
+        return (outcome.ended or "it ended the process") + last
+    reason = values.failure(expected, got)
+    if reason and reason == got.error:
+        for file, line in got.frames:
+            for place in outcome.places:
+                if place.file == file and place.first <= line <= place.last:
+                    return f"{values.shortened(reason, values.LIMIT)} ({place.shown}:{line + place.shift})"
+    return reason
+
+
+def _lines_of(process: subprocess.Popen[bytes], patience: float) -> Iterator[bytes]:
+    """What a process writes until it ends; one that is silent for `patience` seconds is killed."""
+    rest = b""
+    while select.select([process.stdout], [], [], patience)[0]:
+        data = os.read(process.stdout.fileno(), 1 << 16)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+    process.kill()
+
+
+def unseen(work: Path | None) -> tuple[str, ...]:
+    """The folders that an answer must not see: the reference's, and the submission's.
+
+    The tutor, what was compiled, and Python itself stay.
+    """
+    needed = [Path(sys.prefix).resolve(), ROOT / "models", Path(_environment()["SIX_ENGINES_BUILD"])]
+    found = [folder for folder in ROOT.iterdir() if folder.is_dir()]
+    found = [folder for folder in found if not any(path.is_relative_to(folder) for path in needed)]
+    return tuple(map(str, found + ([work.resolve()] if work and not work.is_relative_to(ROOT) else [])))
+
+
 def grade(
     lab: Lab,
     work: Path = WORK,
     only: list[str] | None = None,
-    extra_tests: Path | None = None,
-    seconds: float = TEST_SECONDS,
+    seconds: float = SECONDS,
     walls: tuple[str, ...] = (),
+    seed: int = 0,
+    recorded: dict[str, list[str]] | None = None,
 ) -> Report:
     """Judge the exercises of a lab.
 
     Args:
         work: where the learner's copies are.
         only: ids of exercises; None is all.
-        extra_tests: a directory with more tests, files and classes named like the public ones; both must pass.
-        seconds: that a test may take.
-        walls: what each answer is kept apart by (`sandbox.walls`).
+        seconds: in which a driver must send something.
+        walls, seed, recorded: as of `Judge`.
     """
     chosen = [exercise for exercise in lab.exercises if only is None or exercise.id in only]
-    directories = [PUBLIC_TESTS] + ([extra_tests] if extra_tests else [])
     report = Report(lab.letter, lab.title, [mark_for(exercise) for exercise in chosen])
     report.walls = sandbox.described(walls) if walls else ""
-    report.tests = hash_of_tests(directories, lab.letter)
+    report.tests, report.seed = hash_of_tests(lab.letter), seed
     report.notes = intruders(work) + changes_in_given_code(lab, work)
-    jobs, judged = [], list(zip(chosen, report.marks, strict=True))
-    for exercise, mark in judged:
-        mark.hidden = extra_tests is not None and judges(extra_tests, exercise)
-        mark.state, mark.reason = _before_judging(exercise, work)
-        if not mark.state:
-            jobs.append((mark, job_for(exercise.id, work, directories, seconds, walls)))
-    for (mark, _), lines in zip(jobs, judge([job for _, job in jobs]), strict=True):
-        enter(lines, mark)
-    if only is None and all(m.state == "passed" or e.is_break_it and m.state == "not judged" for e, m in judged):
-        whole = Mark(lab.letter, "", 0)
-        enter(judge([job_for(lab.letter, work, [PUBLIC_TESTS], seconds, walls)])[0], whole)
-        report.whole = "right" if whole.state == "passed" else whole.reason
+    judged = list(zip(chosen, report.marks, strict=True))
+    with Judge(seed, walls, recorded, seconds) as judge:
+        for exercise, mark in judged:
+            mark.state, mark.reason = _before_judging(exercise, work)
+            if not mark.state:
+                judge.enter(mark, lab, [exercise], work)
+        if only is None and all(m.state == "passed" or e.is_break_it and m.state == "not judged" for e, m in judged):
+            whole = Mark(lab.letter, "", 0)
+            judge.enter(whole, lab, list(lab.exercises), work)
+            report.whole = "right" if whole.state == "passed" else whole.reason
     return report
 
 
-def judges(tests: Path, exercise: Exercise) -> bool:
-    """Whether a directory's tests have a class that judges the exercise."""
-    text = (tests / f"test_lab_{exercise.lab}.py").read_text(encoding="utf-8")
-    classes = {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-    return not classes.isdisjoint(test.split("::")[1] for test in exercise.tests)
+@cache
+def values_of(lab: Lab, seed: int) -> dict[str, list[str]]:
+    """What the lab's drivers send on the reference, by class."""
+    with Judge(seed) as judge:
+        for exercise in lab.exercises:
+            if not exercise.is_break_it and not (no_triton.needs(exercise) and no_triton.is_missing()):
+                judge.expected(lab, exercise.tests)
+        judge.expected(lab, WHOLE)
+        return judge.recorded
 
 
-def job_for(
-    key: str, work: Path, directories: list[Path], seconds: float = TEST_SECONDS, walls: tuple[str, ...] = ()
-) -> Job:
-    """The job for an exercise's id or a lab's letter."""
-    return Job(key, str(work.resolve()), tuple(map(str, directories)), seconds, walls=walls)
-
-
-def _before_judging(exercise: Exercise, work: Path, audited: bool = True) -> tuple[str, str]:
+def _before_judging(exercise: Exercise, work: Path) -> tuple[str, str]:
     """State and reason of an exercise whose verdict is clear without running it."""
     try:
-        if read_answer(exercise, work, audited) is None:
+        if read_answer(exercise, work) is None:
             return "not started", exercise.message
     except Unusable as error:
         return "failed", str(error)
-    if exercise.is_break_it and not MUTATIONS.exists():
+    if exercise.is_break_it and not mutants.MUTATIONS.exists():
         return "not judged", "this edition has no broken engine: hand your test in"
     if no_triton.needs(exercise) and no_triton.is_missing():
         return "not judged", "there is no Triton here: Linux has one (WSL2, Colab, the devcontainer)"
     return "", ""
-
-
-def judge(jobs: list[Job]) -> list[list[dict]]:
-    """Run jobs in isolated processes; returns what each reported.
-
-    A job in which the judge itself ended has failed, and another judge goes on with the jobs after it.
-
-    Raises:
-        JudgeError: a judge ended before its first job.
-    """
-    found: list[list[dict]] = []
-    while len(found) < len(jobs):
-        found += _judge_until_it_ends(jobs[len(found) :])
-    return found
-
-
-def _judge_until_it_ends(jobs: list[Job]) -> list[list[dict]]:
-    """What the jobs reported that one judge began."""
-    nonces = [secrets.token_hex(16) for _ in jobs]
-    lines = [json.dumps([asdict(job) for job in jobs]), *nonces]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with (
-        tempfile.TemporaryFile() as log,  # without a name: an answer that deletes files finds none of the grader's
-        subprocess.Popen(_isolated("judge.main()"), env=_environment(), cwd="/", stderr=log, **pipes) as process,
-    ):
-        with contextlib.suppress(BrokenPipeError):  # it has ended: what it said is read all the same
-            process.stdin.write("".join(f"{line}\n" for line in lines).encode())
-            process.stdin.close()
-        reported = _read(process, jobs[0].seconds + SILENCE)
-        end = _how(process.wait())
-        log.seek(0)
-        said = log.read().decode(errors="replace").strip()[-2000:]
-    found = _sorted_by_job(reported, jobs, nonces)
-    if not found:
-        raise JudgeError(f"the judge itself failed ({end}): {said}")
-    if process.returncode or found[-1][-1]["event"] != "ended":
-        found[-1].append({"event": "broken", "reason": f"not allowed: it took the judge down ({end})"})
-    return found
-
-
-def _read(process: subprocess.Popen, patience: float) -> bytes:
-    """What a process writes until it ends; one that is silent for `patience` seconds is killed."""
-    parts = []
-    while select.select([process.stdout], [], [], patience)[0]:
-        parts.append(os.read(process.stdout.fileno(), 1 << 16))
-        if not parts[-1]:
-            return b"".join(parts)
-    process.kill()
-    return b"".join(parts)
-
-
-def _sorted_by_job(reported: bytes, jobs: list[Job], nonces: list[str]) -> list[list[dict]]:
-    """The judge's lines, by job; a line without the nonce of the job whose turn it is counts for nothing."""
-    found: list[list[dict]] = []
-    for text in reported.splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        turn = len(found) - 1 if found and found[-1][-1]["event"] != "ended" else len(found)
-        if turn == len(jobs) or not isinstance(line, dict):
-            continue
-        if (line.get("job"), line.get("nonce")) != (jobs[turn].key, nonces[turn]):
-            continue
-        if turn == len(found):
-            found.append([])
-        found[turn].append(line)
-    return found
-
-
-def _how(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 def _isolated(call: str) -> list[str]:
@@ -187,50 +330,24 @@ def _isolated(call: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {
-        "TRITON_INTERPRET": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "SIX_ENGINES_GRADING": "1",  # a student edition puts the learner's copies first, but not here
-    }
+    return (
+        {"SIX_ENGINES_BUILD": str(ROOT / "build" / "extensions")}
+        | os.environ
+        | {
+            "TRITON_INTERPRET": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "SIX_ENGINES_GRADING": "1",  # a student edition puts the learner's copies first, but not here
+        }
+    )
 
 
-def enter(lines: list[dict], mark: Mark) -> None:
-    """Fill in a mark: passed if every test that was expected has passed, else the first that has not says why."""
-    by_event: dict[str, list[dict]] = {}
-    for line in lines:
-        by_event.setdefault(line["event"], []).append(line)
-    expected = by_event["expected"][0]["tests"]
-    ends = by_event.get("end", [])
-    mark.num_tests = len(expected)
-    if [line["test"] for line in ends] != expected[: len(ends)]:
-        mark.state, mark.reason = "failed", "not allowed: other tests ran than those that judge it"
-        return
-    mark.seconds = round(sum(line["seconds"] for line in ends), 3)
-    mark.num_passed = sum(line["state"] == "passed" for line in ends)
-    unfinished = len(by_event.get("start", [])) > len(ends)
-    failed = [line for line in ends if line["state"] == "failed"]
-    if failed:
-        mark.state, mark.reason = "failed", failed[0]["reason"]
-    elif "broken" in by_event or unfinished or len(ends) != len(expected) or "done" not in by_event:
-        reason = by_event["broken"] if "broken" in by_event else by_event["ended"]
-        where = f" in {by_event['start'][-1]['test']}" if unfinished else ""
-        mark.state, mark.reason = "failed", (reason[0]["reason"] or "it ended the process") + where
-    elif not ends:
-        mark.state, mark.reason = "failed", "no test judges it here"
-    elif any(line["state"] == "skipped" for line in ends):
-        mark.state = "not judged"
-        mark.reason = next(line["reason"] for line in ends if line["state"] == "skipped")
-    else:
-        mark.state, mark.reason = "passed", ""
-
-
-def show(exercise: Exercise, work: Path, tests: list[Path]) -> int:
-    """Judge one exercise in the foreground, with prints, whole tracebacks and `breakpoint()`; it gives no mark."""
-    job = asdict(replace(job_for(exercise.id, work, tests), audited=False))
-    call = f"sys.exit(judge.show(judge.Job(**{job!r})))"
-    return subprocess.run(_isolated(call), env=_environment(), check=False).returncode
+def show(exercise: Exercise, lab: Lab, work: Path, seed: int = 0) -> None:
+    """Run the driver of one exercise in the foreground, with prints, whole tracebacks and `breakpoint()`."""
+    with Judge(seed) as judge, judge.job(lab, exercise.tests, tree.answers_for(lab, [exercise], work)) as (job, _):
+        call = f"judge.show({json.dumps(asdict(replace(job, walls=())))!r})"
+        subprocess.run(_isolated(call), env=_environment(), check=False)
 
 
 def _chosen(lab: Lab, only: str | None) -> list[str] | None:
@@ -244,12 +361,21 @@ def _chosen(lab: Lab, only: str | None) -> list[str] | None:
     return ids
 
 
+def _recorded(lab: Lab, seed: int) -> dict[str, list[str]] | None:
+    """What was recorded of the reference, where an edition has it; it is that of seed 0."""
+    file = RECORDED / f"{lab.letter}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if seed == 0 and file.is_file() else None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m labs.grade", description=__doc__.splitlines()[0])
     parser.add_argument("lab", choices=list(load_labs()), help="its letter")
     parser.add_argument("--only", help="an exercise, or several with commas: D.2 or D.2,D.3")
     parser.add_argument("--show", action="store_true", help="with --only and one exercise: prints, tracebacks, pdb")
-    parser.add_argument("--tests", type=Path, help="a directory with more tests (test_lab_d.py …); both must pass")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs: another one gives other cases")
+    parser.add_argument(
+        "--values", action="store_true", help="read what the reference gives, of `labs.batch`, on stdin"
+    )
     parser.add_argument("--work", type=Path, default=WORK, help="where the learner's copies are")
     parser.add_argument(
         "--json",
@@ -268,8 +394,6 @@ def main(argv: list[str] | None = None) -> int:
         copy = lab.copy_of(lab.package.replace(".", "/"), args.work)
         if not copy.is_dir():
             raise ValueError(f"{copy} is not there; `make lab-{lab.letter}` writes the starter")
-        if args.tests is not None and not (args.tests / f"test_lab_{lab.letter}.py").is_file():
-            raise ValueError(f"{args.tests} has no test_lab_{lab.letter}.py")
         if args.show and (only is None or len(only) != 1):
             raise ValueError(f"SHOW=1 shows one exercise: ONLY={lab.exercises[0].id}")
         why_not = sandbox.why_not() if args.sandbox else ""
@@ -280,17 +404,23 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.show:
         [exercise] = [exercise for exercise in lab.exercises if exercise.id in only]
-        state, reason = _before_judging(exercise, args.work, audited=False)
+        state, reason = _before_judging(exercise, args.work)
         if state:
             print(f"{exercise.id} {state}: {mark_for(exercise).task if state == 'not started' else reason}")
             return 1
-        return show(exercise, args.work, [PUBLIC_TESTS] + ([args.tests.resolve()] if args.tests else []))
+        if not exercise.is_break_it:
+            show(exercise, lab, args.work, args.seed)
     try:
         walls = sandbox.walls() if args.sandbox else ()
-        report = grade(lab, args.work, only, args.tests and args.tests.resolve(), walls=walls)
+        recorded = json.load(sys.stdin) if args.values else _recorded(lab, args.seed)
+        report = grade(lab, args.work, only, walls=walls, seed=args.seed, recorded=recorded)
     except JudgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if args.show:
+        [mark] = report.marks
+        print(f"{mark.id} {mark.state}{f': {mark.reason}' if mark.reason else ''}")
+        return int(mark.state != "passed")
     for mark in report.marks:
         mark.partial = args.partial
     print(report)

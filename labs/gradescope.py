@@ -1,19 +1,19 @@
 """The autograder for Gradescope: one command packs it, and it grades there with the answers kept apart.
 
-    python -m labs.gradescope pack d autograder.zip --tests hidden/ --seed-secret secret.txt
+    python -m labs.gradescope pack d autograder.zip
     python -m labs.gradescope run                      what the packed `run_autograder` calls
 
 Gradescope runs a submission as root in a container with a network, so `run` closes the autograder's sources, the
-metadata and the results to all others and lets each answer run as a user who owns nothing (`sandbox.become_nobody`). It
-reads the times of hand-in and deadline in `submission_metadata.json`, a group's as one submission. The format of files
-and folders is that of https://gradescope-autograders.readthedocs.io/.
+metadata and the results to all others and lets each answer run as a user who owns nothing (`sandbox.become_nobody`).
+Every grading has other inputs, so that what it says helps with no later one. It reads the times of hand-in and deadline
+in `submission_metadata.json`, a group's as one submission. The format of files and folders is that of
+https://gradescope-autograders.readthedocs.io/.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import zipfile
 from dataclasses import asdict
@@ -24,7 +24,6 @@ from labs.exercises import ROOT, load_labs
 from labs.grade import JudgeError, grade
 from labs.lateness import Policy, moment
 from labs.report import commit
-from labs.tests.support import SEED_VARIABLE
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PLACE = Path("/autograder")  # where Gradescope has everything
@@ -44,6 +43,7 @@ cd /autograder/source/course
 uv pip install --python /opt/venv/bin/python --torch-backend cpu -c constraints.txt -r pyproject.toml --extra labs
 cp -r /autograder/source/course /opt/course
 chmod -R a+rX /opt/course /opt/venv /opt/python
+chmod 700 /opt/course/stage_* /opt/course/beyond /opt/course/csrc /opt/course/labs  # the reference
 """
 RUN = """#!/usr/bin/env bash
 set -euo pipefail
@@ -53,9 +53,9 @@ exec /opt/venv/bin/python -m labs.gradescope run
 """
 
 
-def pack(letter: str, target: Path, tests: Path | None, secret: str, policy: Policy) -> None:
+def pack(letter: str, target: Path, policy: Policy) -> None:
     """Write the archive that is uploaded as the autograder."""
-    settings = {"lab": letter, "secret": secret, "policy": asdict(policy), "commit": commit()}
+    settings = {"lab": letter, "policy": asdict(policy), "commit": commit()}
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in (("setup.sh", SETUP), ("run_autograder", RUN), (SETTINGS, json.dumps(settings))):
             entry = zipfile.ZipInfo(name)
@@ -65,8 +65,6 @@ def pack(letter: str, target: Path, tests: Path | None, secret: str, policy: Pol
             for file in [top, *sorted(top.rglob("*"))]:
                 if file.is_file() and not LEFT_OUT.intersection(file.relative_to(ROOT).parts):
                     archive.write(file, Path("course") / file.relative_to(ROOT))
-        for file in sorted(tests.glob("test_lab_*.py")) if tests else []:
-            archive.write(file, Path("hidden") / file.name)
 
 
 def days_late(metadata: dict, policy: Policy) -> int:
@@ -88,11 +86,8 @@ def results_of(place: Path) -> dict[str, object]:
     if not walls:
         raise JudgeError(f"no answer is run without a wall ({sandbox.why_not()})")
     lab, policy = load_labs()[settings["lab"]], Policy(**settings["policy"])
-    group = "+".join(sorted(str(user["id"]) for user in metadata.get("users", [])))
-    os.environ[SEED_VARIABLE] = str(batch.student_seed(group, settings["secret"]))
-    hidden = source / "hidden"
     work = batch.unpack(place / "submission", place, lab)
-    report = grade(lab, work, extra_tests=hidden if hidden.is_dir() else None, walls=walls)
+    report = grade(lab, work, walls=walls, seed=batch.new_seed())
     late = days_late(metadata, policy)
     found = report.as_gradescope()
     if late:
@@ -120,16 +115,13 @@ def main(argv: list[str] | None = None) -> int:
     packing = commands.add_parser("pack", help="write the archive to upload")
     packing.add_argument("lab", choices=list(load_labs()))
     packing.add_argument("output", type=Path)
-    packing.add_argument("--tests", type=Path, help="a directory with hidden tests")
-    packing.add_argument("--seed-secret", type=Path, help="a file; its text makes each student's seed")
     packing.add_argument("--late-percent", type=float, default=Policy.percent, help="of the points, per day begun")
     packing.add_argument("--late-days", type=int, default=Policy.days, help="after which nothing is left")
     commands.add_parser("run", help="grade the submission in /autograder")
     args = parser.parse_args(argv)
     if args.command == "run":
         return run(PLACE)
-    secret = args.seed_secret.read_text(encoding="utf-8").strip() if args.seed_secret else ""
-    pack(args.lab, args.output, args.tests, secret, Policy(args.late_percent, args.late_days))
+    pack(args.lab, args.output, Policy(args.late_percent, args.late_days))
     print(f"{args.output}: {args.output.stat().st_size >> 20} MiB; upload it as the assignment's autograder")
     return 0
 

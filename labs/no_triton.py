@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import MagicMock
 
-import pytest
-
 from labs.exercises import Exercise
 
 MODULES = ("triton", "triton.language", "triton.tools", "triton.tools.tensor_descriptor")
@@ -59,12 +57,3 @@ def import_module(name: str) -> None:
 
         with stand_in():
             importlib.import_module(name)
-
-
-class Plugin:
-    """Lets pytest import tests of kernels, which it does anew."""
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_collection(self) -> Iterator[None]:
-        with stand_in():
-            return (yield)

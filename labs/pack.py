@@ -1,7 +1,7 @@
 """Write what instructors need and learners should not have lying in front of them: `make instructor-pack`.
 
 The pack goes to `labs/pack/`, which git ignores: model answers to exercises and questions, a rubric per lab, the bugs
-of the break-it exercises and the slowdowns of lab P, hidden tests that take each student's seed, and policies to adapt.
+of the break-it exercises and the slowdowns of lab P, and policies to adapt.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def rubric(lab: Lab) -> str:
     lines = [f"# Lab {lab.letter.upper()}: {lab.title}", ""]
     lines += ["| exercise | points | minutes | judged by |", "|---|---|---|---|"]
     for e in lab.exercises:
-        classes = ", ".join(test.split("::")[1] for test in e.tests)
-        lines.append(f"| {e.id} {e.title} | {e.points} | {e.minutes} | {classes} |")
+        lines.append(f"| {e.id} {e.title} | {e.points} | {e.minutes} | {', '.join(e.tests)} |")
     handout = (LABS / f"lab_{lab.letter}.md").read_text(encoding="utf-8")
     found = re.search(r"^## Questions\n(.*?)(?=^## |\Z)", handout, flags=re.DOTALL | re.MULTILINE)
     lines += ["", "An exercise's points are all or nothing, or with `--partial` in proportion to its tests that pass."]

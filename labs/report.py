@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from labs.exercises import LABS, ROOT, Exercise
+from labs.judge import HUNG
 from stage_a_naive.entrypoints.language import columns, counted, padded, tr
 
 WHOLE_POINTS = 10  # that the whole stage costs if it is not right although each exercise is
 HUNG_POINTS = 50  # that a lab has at most whose whole stage never ends
-HUNG = "ran longer than"  # how the reason begins
 
 
 @dataclass
@@ -32,7 +32,6 @@ class Mark:
     reason: str = ""
     seconds: float = 0.0
     task: str = ""  # what to write, and where
-    hidden: bool = False  # whether hidden tests were among those that judged it
     num_tests: int = 0
     num_passed: int = 0
     partial: bool = False  # points in proportion to the tests that pass
@@ -51,7 +50,8 @@ class Report:
     Attributes:
         whole: what came of the whole stage with all functions the learner's; "" if it was not run.
         notes: what was found in the submission that earns nothing: changes in given code, files that are never run.
-        tests: a hash of the tests that judged.
+        tests: a hash of the drivers that judged.
+        seed: of their inputs; the same seed gives the same ones.
         walls: what kept the answers apart from the grader, in words; "" if nothing was asked for.
     """
 
@@ -61,6 +61,7 @@ class Report:
     whole: str = ""
     notes: list[str] = field(default_factory=list)
     tests: str = ""
+    seed: int = 0
     walls: str = ""
     graded_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
@@ -89,6 +90,7 @@ class Report:
             "notes": self.notes,
             "graded_at": self.graded_at,
             "tests": self.tests,
+            "seed": self.seed,
             "walls": self.walls,
             "commit": commit(),
             "python": sys.version.split()[0],
@@ -105,7 +107,7 @@ class Report:
                 "max_score": mark.max_points,
                 "status": "passed" if mark.state == "passed" else "failed",
                 "output": mark.reason or mark.state,
-                "visibility": "after_published" if mark.hidden else "visible",
+                "visibility": "visible",
             }
             for mark in self.marks
         ]
@@ -116,7 +118,7 @@ class Report:
             "output_format": "text",
             "execution_time": round(sum(mark.seconds for mark in self.marks)),
             "tests": tests,
-            "extra_data": {"commit": commit(), "tests": self.tests, "walls": self.walls},
+            "extra_data": {"commit": commit(), "tests": self.tests, "seed": self.seed, "walls": self.walls},
         }
 
     def as_otter(self) -> dict[str, object]:
@@ -127,14 +129,13 @@ class Report:
                 "path": mark.task,
                 "score": mark.points,
                 "possible": mark.max_points,
-                "hidden": mark.hidden,
                 "incorrect": mark.state != "passed",
                 "test_cases": [
                     {
                         "name": mark.title,
                         "message": mark.reason,
                         "passed": mark.state == "passed",
-                        "hidden": mark.hidden,
+                        "hidden": False,
                     }
                 ],
             }
@@ -170,7 +171,9 @@ class Report:
             lines.append("  " + tr("the whole stage, all of it yours, on the tutor: {verdict}").format(verdict=whole))
         lines += ["  " + tr("note: {note}").format(note=note) for note in self.notes]
         lines += (
-            [f"  commit {commit() or 'unknown'}, tests {self.tests}; answers ran {self.walls}"] if self.walls else []
+            [f"  commit {commit() or 'unknown'}, tests {self.tests}, seed {self.seed}; answers ran {self.walls}"]
+            if self.walls
+            else []
         )
         return "\n".join(lines)
 
@@ -183,10 +186,10 @@ def mark_for(exercise: Exercise) -> Mark:
     return Mark(exercise.id, exercise.title, exercise.points, task=task)
 
 
-def hash_of_tests(directories: list[Path], letter: str) -> str:
-    """A hash of the tests that judge a lab, so that two marks can be compared."""
+def hash_of_tests(letter: str) -> str:
+    """A hash of the drivers that judge a lab, so that two marks can be compared."""
     digest = hashlib.sha256()
-    for file in [folder / f"test_lab_{letter}.py" for folder in directories] + [LABS / "exercises.toml"]:
+    for file in (LABS / "tests" / f"test_lab_{letter}.py", LABS / "exercises.toml"):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

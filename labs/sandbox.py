@@ -21,7 +21,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
@@ -101,7 +101,7 @@ def _children() -> list[int]:
     return found
 
 
-def enclose(folder: Path, root: bool = False) -> None:
+def enclose(folder: Path, root: bool = False, hidden: Iterable[str] = ()) -> None:
     """Go on in a process that sees no other one, has no network, and can write to `folder` alone.
 
     The folder and /dev/shm become empty ones in memory, and the current folder is `folder`. Two processes stay behind:
@@ -110,6 +110,7 @@ def enclose(folder: Path, root: bool = False) -> None:
 
     Args:
         root: this process is root's, and stays it until `become_nobody`.
+        hidden: folders that it must not see: each becomes an empty one.
 
     Raises:
         OSError: the system does not let this user have namespaces.
@@ -127,6 +128,8 @@ def enclose(folder: Path, root: bool = False) -> None:
     _call("syscall", MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
     for writable in filter(os.path.isdir, (str(folder), "/dev/shm")):
         _call("mount", b"tmpfs", writable.encode(), b"tmpfs", NO_SETUID | NO_DEVICES, SCRATCH.encode())
+    for unseen in filter(os.path.isdir, hidden):
+        _call("mount", b"tmpfs", unseen.encode(), b"tmpfs", NO_SETUID | NO_DEVICES, b"size=4k,mode=555")
     os.chdir(folder)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
         fcntl.ioctl(ours, SET_FLAGS, struct.pack("16sH14x", b"lo", UP_AND_RUNNING))
@@ -198,11 +201,11 @@ def described(found: tuple[str, ...] | None = None) -> str:
 
 
 def _try_nobody(folder: Path) -> None:
-    """Become one, and look whether Python and this repository can be read then."""
+    """Become one, and look whether Python can be read then."""
     if os.getuid():
         raise PermissionError(1, "only root can change it")
     become_nobody(folder, nobody())
-    for file in (sys.executable, os.__file__, __file__):
+    for file in (sys.executable, os.__file__):
         Path(file).read_bytes()
 
 

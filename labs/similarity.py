@@ -60,7 +60,7 @@ def similar_pairs(lab: Lab, works: dict[str, Path]) -> list[tuple[str, str, str,
         prints = {}
         for student, work in works.items():
             try:
-                answer = read_answer(exercise, work, audited=False)
+                answer = read_answer(exercise, work)
             except Unusable:
                 continue
             if answer is not None:

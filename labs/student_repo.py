@@ -3,9 +3,10 @@
     python -m labs.student_repo d ../course-d
 
 The edition ends with the stage of one lab. Every exercise's function is its starter there, and lessons and notebooks
-say "you write this: D.3" where they would show it. Left out are tests, hidden tests, model answers, the bugs of the
-break-it exercises, later stages and labs, outputs of notebooks and git's history. In an edition the judge takes what
-the reference lacks from the learner's other answers (`labs.judge`).
+say "you write this: D.3" where they would show it. Left out are tests, model answers, the bugs of the break-it
+exercises, later stages and labs, outputs of notebooks and git's history. In an edition the judge takes what the
+reference lacks from the learner's other answers (`labs.tree`), and compares with the values that the reference gave
+when the edition was written (`labs/values/`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from itertools import chain
 from pathlib import Path, PurePath
 
 from labs import bodies
-from labs.audit import STAGES
-from labs.exercises import LABS, ROOT, Exercise, all_exercises, load_labs
+from labs.exercises import LABS, ROOT, STAGES, Exercise, all_exercises, load_labs
+from labs.grade import RECORDED, JudgeError, values_of
 from stage_a_naive.entrypoints.interrupts import run_command
 from tools.export import imported_files
 
@@ -279,6 +280,15 @@ def write_edition(letter: str, out: Path) -> list[Path]:
     return [*files, Path("labs/edition.py")]
 
 
+def write_values(letters: list[str], out: Path) -> None:
+    """Write what the labs' drivers find on the reference, which an edition lacks; it takes a minute or more."""
+    folder = out / RECORDED.relative_to(ROOT)
+    folder.mkdir()
+    for letter in letters:
+        found = json.dumps(values_of(load_labs()[letter], seed=0))
+        (folder / f"{letter}.json").write_text(found, encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m labs.student_repo", description=__doc__.splitlines()[0])
     parser.add_argument("upto", choices=LETTERS, help="the last lab of the edition")
@@ -286,7 +296,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         files = write_edition(args.upto, args.out)
-    except OSError as error:
+        write_values(LETTERS[: LETTERS.index(args.upto) + 1], args.out)
+    except (OSError, JudgeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{len(files)} files in {args.out}; `make lab-{args.upto}` works there")

@@ -12,7 +12,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from labs import audit, bodies
+from labs import bodies
 from labs.exercises import Exercise, Lab
 
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
@@ -32,7 +32,7 @@ TAKES_OVER = ("sitecustomize.py", "usercustomize.py", "conftest.py", "pytest.ini
 
 
 class Unusable(ValueError):
-    """The submission has no answer that could be judged: the function is missing, broken, or does what is forbidden."""
+    """The submission has no answer that could be judged: the function is missing or broken."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,20 @@ class Answer:
     body_line: int
 
 
-def read_answer(exercise: Exercise, work: Path, audited: bool = True) -> Answer | None:
+def read_answer(exercise: Exercise, work: Path) -> Answer | None:
     """The learner's function, or None if its body is still missing.
-
-    Args:
-        audited: refuse what `audit.py` forbids.
 
     Raises:
         Unusable: there is none that can be judged; the message says why, with file and line.
     """
     file = exercise.copy_in(work)
     try:
-        return _read(file, file.relative_to(work), exercise, audited)
+        return _read(file, file.relative_to(work), exercise)
     except (RecursionError, MemoryError):  # as Python's parser says it
         raise Unusable(f"{file.relative_to(work)}: it is nested too deeply") from None
 
 
-def _read(file: Path, shown: Path, exercise: Exercise, audited: bool) -> Answer | None:
+def _read(file: Path, shown: Path, exercise: Exercise) -> Answer | None:
     link = next((path for path in [file, *file.parents][: len(shown.parts)] if path.is_symlink()), None)
     if link is not None:
         raise Unusable(f"{shown}: {link.name} is a link; hand in the file itself")
@@ -93,12 +90,6 @@ def _read(file: Path, shown: Path, exercise: Exercise, audited: bool) -> Answer 
     reference = exercise.reference.read_text(encoding="utf-8")
     if exercise.is_python:
         _check_signature(answer, bodies.definition(reference, exercise.name, exercise.path), shown)
-    if not audited:
-        return answer
-    forbidden = audit.find_forbidden(answer.source if exercise.is_python else answer.body, exercise)
-    if forbidden is not None:
-        first = answer.line if exercise.is_python else answer.body_line
-        raise Unusable(f"not allowed: {forbidden.what} ({shown}:{first + forbidden.line - 1})")
     return answer
 
 

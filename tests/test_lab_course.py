@@ -16,26 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from labs import batch, container, gradescope, pack, sandbox, starter, student_repo, submit
+from labs import batch, container, gradescope, sandbox, starter, student_repo, submit
 from labs.exercises import LABS, ROOT, exercise_of, load_labs
-from labs.grade import PUBLIC_TESTS, enter, grade, job_for, judge
+from labs.grade import grade
 from labs.lateness import Policy, moment
-from labs.report import Mark
-from labs.tests.support import SEED_VARIABLE
-from tests.test_labs import submission
+from tests.test_labs import judge, submission
 from tests.test_labs_first_steps import LEFT_OUT
 
 LAB = load_labs()["d"]
 DONE = ("D.1", "D.2")  # what the students have done
-# Past the audit: the system by a computed name of an imported class. Then it says that all is right, and removes all.
+# Says that all is right, and removes all.
 MALICE = """
-from random import Random
-os = getattr(Random.seed, "__glo" + "bals__")["_os"]
-for fd in range(3, 100):
-    try:
-        os.write(fd, b'{"event": "end", "job": "D.1", "test": "t", "state": "passed", "seconds": 0}')
-    except OSError:
-        pass
+import os
+for name in ("test_each_pair_turns_by_its_angle", "test_lengths_and_relative_angles_stay"):
+    os.write(3, b'{"test": "%s"}\\n{"seconds": 0}\\n' % name.encode())
 for victim in ("SUBMISSIONS", "RESULTS"):
     os.system("rm -rf " + victim)
 os.kill(os.getppid(), 9)
@@ -45,7 +39,7 @@ return x
 DOCKER = """
 import json, os, subprocess, sys
 with open(os.environ["ASKED"], "a") as asked:
-    print(json.dumps(sys.argv[1:] + [os.environ.get("SIX_ENGINES_LAB_SEED", "")]), file=asked)
+    print(json.dumps(sys.argv[1:]), file=asked)
 if sys.argv[1] == "run":
     words = sys.argv[1:]
     mounted = [words[i + 1].split(":") for i, word in enumerate(words) if word == "--volume"]
@@ -96,10 +90,8 @@ def test_the_page_line_by_line_for_two_honest_students_a_late_one_a_broken_archi
 ):
     clone = Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=LEFT_OUT))
     course = tmp_path / "course"
-    for folder in ("submissions", "hidden", "results"):
+    for folder in ("submissions", "results"):
         (course / folder).mkdir(parents=True)
-    shutil.copy(pack.TEMPLATES / "hidden" / "test_lab_d.py", course / "hidden")
-    (course / "secret.txt").write_text("a secret\n")
     malice = MALICE.replace("SUBMISSIONS", str(course / "submissions")).replace("RESULTS", str(course / "results"))
 
     def run(line: str, student: str = "") -> None:
@@ -156,65 +148,57 @@ def test_the_page_line_by_line_for_two_honest_students_a_late_one_a_broken_archi
             run(line if sandbox.walls() else line.replace("--sandbox", "")),
             json.loads((course / "alice-d.json").read_text())["points"] == points or pytest.fail("alice's points"),
         ),
-        "python -m labs.batch d submissions/ results/ --jobs 2 --tests hidden/ --seed-secret secret.txt --due": (
+        "python -m labs.batch d submissions/ results/ --jobs 2 --due": (
             lambda line: (run(line), check_table(lateness=True))
         ),
         "docker build": run,
-        "python -m labs.batch d submissions/ results/ --jobs 2 --tests hidden/ --seed-secret secret.txt --container": (
+        "python -m labs.batch d submissions/ results/ --jobs 2 --container": (
             lambda line: (run(line), check_table(lateness=False))
         ),
         "make instructor-pack": run,
         "python -m labs.gradescope pack d": run,
-        "make grade-d LAB_TESTS=": lambda line: run(line.replace("/path/to/hidden", str(course / "hidden"))),
+        "make grade-d SEED=": run,
     }
     for line in lines_of_the_page():
         [check] = [check for beginning, check in checks.items() if line.startswith(beginning)]
         check(line)
     assert len(lines_of_the_page()) == len(checks)
     build, *runs = docker()
-    assert build == ["build", "-t", "six-engines", "-f", ".devcontainer/Dockerfile", ".", ""] and len(runs) == 4
+    assert build == ["build", "-t", "six-engines", "-f", ".devcontainer/Dockerfile", "."] and len(runs) == 4
     assert (clone / "labs" / "pack" / "policies.md").is_file() and (course / "autograder.zip").is_file()
 
 
 def test_a_container_sees_one_student_has_no_network_and_ends(tmp_path):
-    words = container.command(
-        "image", "name", "d", tmp_path / "work", tmp_path / "marks", 60.0, tmp_path / "hidden", ["--partial"]
-    )
+    words = container.command("image", "name", "d", tmp_path / "work", tmp_path / "marks", 60.0, ["--partial"])
     line = " ".join(words)
     assert "--network none --read-only" in line and "--memory 4g --memory-swap 4g" in line and "--pids-limit" in line
     assert "--cap-drop ALL" in line and "--security-opt no-new-privileges" in line
     mounts = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
-    assert mounts == [
-        f"{tmp_path}/work:/submission:ro",
-        f"{tmp_path}/marks:/results",
-        f"{tmp_path}/hidden:/hidden:ro",
-    ]
-    assert words[words.index("--env") + 1] == SEED_VARIABLE, "its value is in no list of processes"
+    assert mounts == [f"{tmp_path}/work:/submission:ro", f"{tmp_path}/marks:/results"]
+    assert "--interactive" in words, "it reads the reference's values"
     assert line.endswith(
         "image timeout --signal=KILL 60 python -m labs.grade d --work /submission --json /results/marks.json"
-        " --sandbox --tests /hidden --partial"
+        " --sandbox --partial"
     )
 
 
-def test_each_student_has_a_folder_for_marks_and_a_seed_of_their_own(tmp_path, docker, monkeypatch):
+def test_each_student_has_a_folder_for_marks_and_all_have_the_same_seed_and_values(tmp_path, docker, monkeypatch):
     for student in ("ada", "bob"):
         learners_folder(tmp_path / "submissions" / student)
     monkeypatch.setattr(batch, "_problem_of", lambda *words: asked.append(words) or "not run")
-    (tmp_path / "secret").write_text("x")
+    monkeypatch.setattr(batch, "values_of", lambda lab, seed: {"d.X": [str(seed)]})
     asked: list = []
-    arguments = ["d", str(tmp_path / "submissions"), str(tmp_path / "results"), "--container", "image"]
-    assert batch.main([*arguments, "--seed-secret", str(tmp_path / "secret")]) == 0
-    mounts = [[word for word in words if ":/" in word] for words, _, _ in asked]
+    assert batch.main(["d", str(tmp_path / "submissions"), str(tmp_path / "results"), "--container", "image"]) == 0
+    mounts = [[word for word in words if ":/" in word] for words, *_ in asked]
     assert [len(each) for each in mounts] == [2, 2] and not {*mounts[0]} & {*mounts[1]}
-    assert [environment[SEED_VARIABLE] for _, environment, _ in asked] == [
-        str(batch.student_seed(student, "x")) for student in ("ada", "bob")
-    ]
+    [seed] = {words[words.index("--seed") + 1] for words, *_ in asked}
+    assert [json.loads(values) for _, _, values, _ in asked] == [{"d.X": [seed]}] * 2 and int(seed) > 0
 
 
 def test_a_container_that_does_not_end_is_removed(tmp_path, docker, monkeypatch):
     monkeypatch.setattr(batch, "STUDENT_SECONDS", -59.9)
-    assert "not done after" in batch._problem_of(["sleep", "60"], dict(os.environ), "its-name")
-    assert docker() == [["rm", "--force", "its-name", ""]]
+    assert "not done after" in batch._problem_of(["sleep", "60"], dict(os.environ), "", "its-name")
+    assert docker() == [["rm", "--force", "its-name"]]
 
 
 # ---- handing in ---------------------------------------------------------------------------------------------------
@@ -283,14 +267,9 @@ def test_without_triton_and_linux_the_labs_are_judged_but_for_kernels(tmp_path, 
     interpreter(ELSEWHERE)
     monkeypatch.setitem(sys.modules, "triton", None)
     keys = ("A.1", "B.1", "D.5", "E.4", "G.1", "H.1")
-    jobs = []
     for key in keys:
         starter.write_starter(load_labs()[key[0].lower()], tmp_path / key, missing=[])
-        jobs.append(job_for(key, tmp_path / key, [PUBLIC_TESTS]))
-    for key, lines in zip(keys, judge(jobs), strict=True):
-        mark = Mark(key, "", 1)
-        enter(lines, mark)
-        assert mark.state == "passed", mark
+    assert [mark for mark in judge([(key, tmp_path / key) for key in keys]) if mark.state != "passed"] == []
     for key in ("D.6", "D.7", "H.5"):
         [mark] = grade(load_labs()[key[0].lower()], tmp_path / f"{key[0]}.{'1' if key[0] == 'H' else '5'}", [key]).marks
         assert mark.state == "not judged" and "Linux has one" in mark.reason
@@ -307,14 +286,7 @@ METADATA = {
 
 def place_of(folder: Path, work: Path, metadata: dict = METADATA) -> Path:
     """Gradescope's folders, with the autograder of lab D unpacked and a submission handed in."""
-    hidden = folder / "hidden"
-    hidden.mkdir(parents=True)
-    seed = batch.student_seed("5+7", "x")
-    (hidden / "test_lab_d.py").write_text(
-        "import os\nclass TestRotate:\n    def test_hidden(self):\n"
-        f"        assert os.environ['SIX_ENGINES_LAB_SEED'] == '{seed}'\n"
-    )
-    gradescope.pack("d", folder / "autograder.zip", hidden, "x", Policy())
+    gradescope.pack("d", folder / "autograder.zip", Policy())
     place = folder / "autograder"
     (place / "results").mkdir(parents=True)
     with zipfile.ZipFile(folder / "autograder.zip") as archive:
@@ -327,7 +299,7 @@ def place_of(folder: Path, work: Path, metadata: dict = METADATA) -> Path:
 
 
 def test_the_autograders_archive_has_two_executables_at_its_root_and_the_course(tmp_path):
-    gradescope.pack("d", tmp_path / "a.zip", None, "x", Policy())
+    gradescope.pack("d", tmp_path / "a.zip", Policy())
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         names = archive.namelist()
         for name in ("setup.sh", "run_autograder"):
@@ -335,9 +307,9 @@ def test_the_autograders_archive_has_two_executables_at_its_root_and_the_course(
             text = archive.read(name)
             assert text.startswith(b"#!/usr/bin/env bash\n") and b"\r" not in text
             subprocess.run(["bash", "-n"], input=text, check=True)
-        assert archive.getinfo("settings.json").external_attr >> 16 & 0o077 == 0, "it holds the secret"
+        assert archive.getinfo("settings.json").external_attr >> 16 & 0o077 == 0
     assert {"course/labs/gradescope.py", "course/stage_d_paged/llm.py", "course/constraints.txt"} < {*names}
-    assert not any("/work/" in name or "__pycache__" in name or name.startswith("hidden") for name in names)
+    assert not any("/work/" in name or "__pycache__" in name for name in names)
 
 
 @pytest.mark.slow
@@ -350,7 +322,7 @@ def test_gradescope_gets_points_less_lateness_and_nobody_else_can_read_sources_o
     assert all(by_id[key]["status"] == "passed" for key in DONE), found
     points = sum(exercise_of(key).points for key in DONE)
     assert found["score"] == round(points * 0.8, 1) and found["output"].startswith("2 days late: 80% of the points")
-    assert found["extra_data"]["days_late"] == 2 and by_id["D.1"]["visibility"] == "after_published"
+    assert found["extra_data"]["days_late"] == 2 and found["extra_data"]["seed"] != 0
     for closed in ("source", "results", "submission_metadata.json"):
         assert stat.S_IMODE((place / closed).stat().st_mode) & 0o077 == 0
 
@@ -378,7 +350,8 @@ def test_the_last_due_date_of_a_group_counts_and_no_due_date_means_no_lateness()
 def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The edition that ends with lab D."""
     folder = tmp_path_factory.mktemp("edition") / "course"
-    assert student_repo.main(["d", str(folder)]) == 0
+    student_repo.write_edition("d", folder)
+    student_repo.write_values(["d"], folder)
     return folder
 
 

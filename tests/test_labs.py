@@ -16,13 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from labs import batch, bodies, grade, hint, native, pack, progress, recorder, sandbox, similarity, starter
-from labs.audit import find_forbidden
+from labs import batch, bodies, grade, hint, native, pack, progress, sandbox, similarity, starter, tree, values
 from labs.exercises import LABS, ROOT, all_exercises, exercise_of, load_labs
-from labs.grade import PUBLIC_TESTS, enter, job_for
+from labs.judge import HUNG
 from labs.mutants import load_mutations
-from labs.recorder import expected_and_got
-from labs.report import HUNG, Mark, Report
+from labs.report import Mark, Report
 from labs.submission import intruders, read_answer
 
 LETTERS = list(load_labs())
@@ -51,10 +49,9 @@ def test_the_function_and_its_tests_exist(exercise):
     span = bodies.find(text, exercise.name, exercise.path)
     assert span.body_end > span.body_start
     assert exercise.hints and exercise.title and exercise.points > 0 and exercise.minutes > 0
-    for test in exercise.tests:
-        file, cls = test.split("::")
-        tree = ast.parse((PUBLIC_TESTS / file).read_text(encoding="utf-8"))
-        assert cls in [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    driver = ast.parse((LABS / "tests" / f"test_lab_{exercise.lab}.py").read_text(encoding="utf-8"))
+    classes = {node.name for node in driver.body if isinstance(node, ast.ClassDef)}
+    assert {*exercise.tests} <= classes or exercise.is_break_it
 
 
 @every_exercise
@@ -88,6 +85,9 @@ def test_no_function_of_an_exercise_needs_its_class_by_super():
 def test_a_mutation_applies(letter, tmp_path):
     for mutation in load_mutations()[letter]:
         assert mutation.apply((ROOT / mutation.file).read_text()) != (ROOT / mutation.file).read_text()
+    file = tmp_path / mutation.file
+    file.parent.mkdir(parents=True)
+    shutil.copy(ROOT / mutation.file, file)
     mutation.write(tmp_path, broken=True)
     assert not (tmp_path / mutation.file).exists(), "a test that reads the source must find none"
 
@@ -189,12 +189,15 @@ def write_answer(answer: dict[str, str], work: Path) -> None:
     file.write_text(text[: span.start] + body + text[span.end :], encoding="utf-8")
 
 
-def judge(keys: list[tuple[str, Path]]) -> list[Mark]:
+def judge(keys: list[tuple[str, Path]], seed: int = 0, recorded: dict[str, list[str]] | None = None) -> list[Mark]:
     """The marks of exercises, or whole labs, of submissions, all judged in one process."""
     marks = []
-    for (key, work), lines in zip(keys, grade.judge([job_for(k, w, [PUBLIC_TESTS]) for k, w in keys]), strict=True):
-        marks.append(Mark(key, str(work), 1))
-        enter(lines, marks[-1])
+    with grade.Judge(seed, recorded=recorded) as found:
+        for key, work in keys:
+            lab = load_labs()[key[0].lower()]
+            exercises = [exercise for exercise in lab.exercises if key in (exercise.id, lab.letter)]
+            marks.append(Mark(key, str(work), 1))
+            found.enter(marks[-1], lab, exercises, work)
     return marks
 
 
@@ -232,6 +235,21 @@ def test_reference_and_other_answers_get_what_they_deserve(letter, is_whole, tmp
         if mark.state != {"wrong": "failed", "right": "passed"}[kind] or (kind == "wrong" and not mark.reason)
     ]
     assert unjust == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "letter", [pytest.param(letter, marks=[pytest.mark.compiler] * (letter in "cf")) for letter in LETTERS]
+)
+def test_right_answers_are_right_with_other_inputs_too(letter, tmp_path):
+    lab = load_labs()[letter]
+    starter.write_starter(lab, tmp_path / "reference", missing=[])
+    keys = [(exercise.id, tmp_path / "reference") for exercise in lab.exercises]
+    for number, answer in enumerate(answers("right", letter)):
+        write_answer(answer, tmp_path / str(number))
+        keys.append((answer["exercise"], tmp_path / str(number)))
+    marks = judge(keys, 12345, grade.values_of(lab, 12345))  # the reference's, from another process
+    assert [f"{mark.id}: {mark.reason}" for mark in marks if mark.state != "passed"] == []
 
 
 @every_lab
@@ -298,7 +316,7 @@ def test_code_that_takes_the_process_down_or_hangs_costs_its_own_points_only(tmp
     work = submission(tmp_path, "a", chatml=crash, answer_floor="while True:\n    pass")
     report = grade.grade(load_labs()["a"], work, only=["A.1", "A.4"])
     assert [mark.state for mark in report.marks] == ["failed", "passed"] and report.whole == ""
-    assert report.marks[0].reason == "it took the process down (SIGSEGV) in test_one_message"
+    assert report.marks[0].reason == "it took the process down (SIGSEGV) in test_one_message", report
     [mark] = grade.grade(load_labs()["a"], work, only=["A.5"], seconds=1).marks
     assert mark.state == "failed" and "longer than 1 s" in mark.reason
 
@@ -359,43 +377,52 @@ def test_what_would_take_over_the_judge_is_never_run_and_named(tmp_path, monkeyp
 ATTACKS = tomllib.loads((Path(__file__).parent / "lab_attacks.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("body", ATTACKS["forgeries"].values(), ids=ATTACKS["forgeries"])
-def test_a_forged_mark_earns_nothing_and_is_named(body, tmp_path):
-    mark = mark_of("A.1", submission(tmp_path, "a", chatml=body))
-    assert mark.state == "failed" and mark.reason.startswith("not allowed: "), mark
+@pytest.fixture(scope="module")
+def forged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mark]:
+    """The marks of forgeries of A.1."""
+    keys = [("A.1", submission(tmp_path_factory.mktemp("f"), "a", chatml=b)) for b in ATTACKS["forgeries"].values()]
+    return dict(zip(ATTACKS["forgeries"], judge(keys, seed=7), strict=True))
 
 
-@pytest.mark.parametrize("body", ATTACKS["right"])
-def test_the_audit_leaves_right_answers_alone(body):
-    source = "def f(x, name):\n" + textwrap.indent(body, "    ")
-    assert find_forbidden(source, exercise_of("A.2")) is None
+@pytest.mark.parametrize("name", ATTACKS["forgeries"])
+def test_a_forgery_earns_nothing(name, forged):
+    assert forged[name].state == "failed" and forged[name].reason, forged[name]
 
 
-@every_lab
-def test_the_audit_leaves_right_variants_alone(letter, tmp_path):
-    for answer in answers("right", letter):
-        write_answer(answer, tmp_path)
-        assert read_answer(exercise_of(answer["exercise"]), tmp_path) is not None
+@pytest.mark.slow
+def test_the_values_of_another_seed_earn_nothing(tmp_path):
+    lab = load_labs()["a"]
+    with grade.Judge(0) as public:
+        public.expected(lab, ("TestChatPrompt",))
+    lines = public.recorded["a.TestChatPrompt"][1:]
+    told = f"import os\nfor line in {lines!r}:\n    os.write(3, (line + '\\n').encode())\nos._exit(0)"
+    work = submission(tmp_path, "a", chatml=told)
+    [known], [hidden] = judge([("A.1", work)], seed=0), judge([("A.1", work)], seed=7)
+    assert known.state == "passed", "who knows all inputs beforehand can write down all values"
+    assert hidden.state == "failed", "a grader's seed is new in every run"
 
 
-@pytest.mark.parametrize(
-    ("expression", "said"),
-    [
-        ("getattr(torch, 'o' + 's')", "the module torch as a value, write the names that you need of it"),
-        ("torch.hub._get_torch_home()", "the private name _get_torch_home of the module torch"),
-    ],
-)
-def test_a_module_that_the_file_has_imported_is_for_the_public_names_in_it(expression, said):
-    what, line = find_forbidden(f"def f(x):\n    return {expression}\n", exercise_of("A.2"))
-    assert what.startswith(said) and line == 2
-
-
-@every_exercise
-def test_the_reference_does_nothing_that_an_answer_may_not(exercise, tmp_path):
-    target = exercise.copy_in(tmp_path)
-    target.parent.mkdir(parents=True)
-    target.write_text(exercise.reference.read_text(encoding="utf-8"), encoding="utf-8")
-    assert read_answer(exercise, tmp_path).exercise is exercise
+def test_the_folder_of_an_answer_has_neither_the_references_body_nor_any_expected_value(tmp_path):
+    exercise = exercise_of("A.1")
+    work = submission(tmp_path / "work", "a", chatml="return 'mine'")
+    [place] = tree.write(load_labs()["a"], tmp_path / "tree", [read_answer(exercise, work)])
+    body = bodies.definition(exercise.reference.read_text(encoding="utf-8"), exercise.name, exercise.path).splitlines()[
+        -1
+    ]
+    found = [
+        file
+        for file in (tmp_path / "tree").rglob("*")
+        if file.is_file() and not file.is_relative_to(tmp_path / "tree" / "models")
+    ]
+    assert [file for file in found if body.strip().encode() in file.read_bytes()] == []
+    assert not [file for file in found if file.parts[-2] in ("tests", "variants") and "test_labs" in file.name]
+    assert not (tmp_path / "tree" / "stage_b_decode_step").exists() and not list(
+        (tmp_path / "tree").glob("**/chat.*.pyc")
+    )
+    lines = (tmp_path / "tree" / exercise.path).read_text(encoding="utf-8").splitlines()
+    assert lines[place.first - 1] == "    return 'mine'"
+    theirs = exercise.copy_in(work).read_text(encoding="utf-8").splitlines()
+    assert theirs[place.first + place.shift - 1] == "    return 'mine'" and place.shown == "stage_a_naive/chat.py"
 
 
 @pytest.mark.slow
@@ -416,7 +443,7 @@ def test_show_prints_what_the_answer_prints_and_gives_no_mark(tmp_path, capfd):
     work = submission(tmp_path, "a", answer_floor="import os\nprint('here', num_prompt)\nreturn 0")
     assert grade.main(["a", "--work", str(work), "--only", "A.5", "--show"]) == 1
     out = capfd.readouterr().out
-    assert "here 3\n" in out and "assert" in out and not (work / progress.FILE).exists()
+    assert "here 3\n" in out and "A.5 failed: weights of 1000 bytes" in out and not (work / progress.FILE).exists()
 
 
 def test_show_says_what_is_missing_where_nothing_can_run(tmp_path, capfd):
@@ -443,46 +470,102 @@ def test_a_crash_in_cuda_on_a_cpu_is_named_with_its_line(tmp_path):
     assert f"SIGSEGV at csrc/stage_c/mlp_warp.cu:{number})" in mark.reason, mark
 
 
+TENSOR = {"dtype": "float32", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
+
+
 @pytest.mark.parametrize(
-    ("assertion", "said"),
+    ("expected", "got", "how", "said"),
     [
-        ("it has 1 block\nassert 1 == 2\n +  where", "it has 1 block: expected 2, got 1"),
-        ("assert [1] == [2]", "expected [2], got [1]"),
-        ("2 wanted, got 1\nassert 1 == 2", "2 wanted, got 1"),
-        ("no number\nassert False", "no number"),
-        ("assert (f(1) == [2] and True)", "expected [2], got f(1)"),
-        ("a mask\nassert (f(1) == 2)", "a mask: expected 2, got f(1)"),
-        ("assert (None is not None and 3 == 4)", "expected 4, got 3"),
-        ("it is NaN\nassert (2 == 2 and not True)", "it is NaN"),
+        (2, 2, {}, ""),
+        (2, 3, {}, "expected 2, got 3"),
+        (1, True, {}, "expected 1, got True"),
+        (True, 1, {}, "expected True, got 1"),
+        (2.0, 2, {}, ""),
+        (1.0, 1.0 + 1e-9, {}, ""),
+        (1.0, 1.1, {}, "expected 1, got 1.1"),
+        (1.0, 1.1, {"atol": 0.2, "rtol": 0}, ""),
+        (float("nan"), float("nan"), {}, ""),
+        (float("nan"), 0.0, {}, "expected nan, got 0"),
+        (float("inf"), 1e300, {}, "expected inf, got 1e+300"),
+        ("a", "b", {}, "expected 'a', got 'b'"),
+        (None, 0, {}, "expected None, got 0"),
+        ([1, [2, 3]], [1, [2, 3]], {}, ""),
+        ([1, 2], [1], {}, "expected [1, 2], got [1]"),
+        ([], {}, {}, "expected [], got {}"),
+        (
+            [*range(99)],
+            [*range(50), 0, *range(51, 99)],
+            {},
+            "from place 50 on expected [50, 51, 52, 53, 54, 55], got [0, 51, ",
+        ),
+        (0.5, 0.9, {"most": 0.93}, ""),
+        (0.5, 0.94, {"most": 0.93}, "expected at most 0.93, got 0.94"),
+        (5, "5", {"least": 1, "most": 9}, "expected 1 to 9, got '5'"),
+        (TENSOR, TENSOR, {}, ""),
+        (TENSOR, [1, 2, 3, 4], {}, "expected a tensor [2, 2], got [1, 2, 3, 4]"),
+        (TENSOR, TENSOR | {"dtype": "int64"}, {}, "expected the dtype float32, got 'int64'"),
+        (TENSOR, TENSOR | {"values": [1.0]}, {}, "expected 4 numbers, got 1"),
+        (TENSOR, TENSOR | {"values": [1.0, 2.0, 3.0, 5.0]}, {"error": 0.5}, ""),
+        (
+            TENSOR,
+            TENSOR | {"values": [1.0, 2.0, 3.0, 5.0]},
+            {"error": 0.1},
+            "expected a relative error of at most 0.1, got 0.183",
+        ),
+        (7, 8, {"unsaid": 1}, "not what is counted in the slow copy, got 8"),
     ],
 )
-def test_a_reason_says_what_was_expected_and_what_came(assertion, said):
-    assert expected_and_got(assertion) == said
+def test_the_first_difference_says_what_was_expected_and_what_came(expected, got, how, said):
+    found = values.difference(expected, got, how)
+    assert found.startswith(said) and bool(found) == bool(said), found
 
 
+def lines_of(*lines: dict[str, object]) -> list[str]:
+    return [json.dumps(line) for line in lines]
+
+
+RIGHT = [
+    {"test": "t"},
+    {"label": "one", "value": 1, "how": {}},
+    {"label": "two", "value": [2], "how": {}},
+    {"seconds": 0.1},
+]
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (RIGHT, ""),
+        ([*RIGHT[:2], {"label": "two", "value": [3], "how": {}}, RIGHT[3]], "two: expected [2], got [3]"),
+        ([*RIGHT[:2], RIGHT[3]], "two: expected [2], got nothing"),
+        ([RIGHT[0], *RIGHT[2:]], "one: expected 1, got nothing"),
+        ([*RIGHT[:3], RIGHT[2], RIGHT[3]], "it sent more than the driver asks for"),
+        ([*RIGHT[:2], {"label": "two", "value": [3], "how": {"most": 9}}, RIGHT[3]], "two: expected [2], got [3]"),
+        ([*RIGHT[:2], {"error": "KeyError: 5", "frames": []}, RIGHT[3]], "KeyError: 5"),
+        ([RIGHT[0], {"skip": "no compiler"}, RIGHT[3]], "one: expected 1, got nothing"),
+        (RIGHT[:3], "it sent more"),
+    ],
+)
+def test_a_test_has_passed_when_all_its_values_came_and_no_other(sent, reason):
+    [expected], [got] = values.read(lines_of(*RIGHT)), values.read(lines_of(*sent))
+    found = values.failure(expected, got)
+    assert found.startswith(reason) and bool(found) == bool(reason), found
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[]", "{", '{"label": "x"}', '{"error": 1}', "[" * 100_000, '{"test"', "9" * 9999]
+)
+def test_what_no_driver_writes_ends_what_is_read(line):
+    assert [test.error for test in values.read([*lines_of(*RIGHT), line, *lines_of(*RIGHT)])] == ["", values.NO_DRIVER]
+
+
+@pytest.mark.slow
 def test_a_reason_names_the_line_of_the_learners_where_it_came_to_light(tmp_path):
-    code: dict[str, object] = {}
-    exec(compile("def f():\n    return 1 / 0\ndef g():\n    return f()\n", str(tmp_path / "a.py"), "exec"), code)
-    with pytest.raises(ZeroDivisionError) as caught:
-        code["g"]()
-    assert recorder.reason_of(caught.value, tmp_path) == "ZeroDivisionError: division by zero (a.py:2)"
-
-
-def test_an_answer_takes_the_references_place_in_every_module_that_imported_it(tmp_path):
-    starter.write_starter(load_labs()["d"], tmp_path, missing=[])
-    program = """
-from labs import judge
-from labs.exercises import exercise_of
-from labs.submission import read_answer
-from stage_d_paged import layers, model
-reference = layers.rotate
-judge.install(read_answer(exercise_of("D.1"), judge.Path(sys.argv[1])))
-assert model.rotate is layers.rotate is not reference
-print(model.rotate.__code__.co_filename)
-"""
-    command = [sys.executable, "-c", f"import sys\n{program}", str(tmp_path)]  # its own process: it changes modules
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.strip() == str(tmp_path / "stage_d_paged" / "layers.py")
+    work = submission(tmp_path, "a", chatml="def inner():\n    return 1 / 0\nreturn inner()")
+    file = work / "stage_a_naive" / "chat.py"
+    file.write_text(f"# a line more\n{file.read_text()}")
+    line = file.read_text().splitlines().index("        return 1 / 0") + 1
+    assert mark_of("A.1", work).reason == f"ZeroDivisionError: division by zero (stage_a_naive/chat.py:{line})"
 
 
 def test_hints_come_one_after_another(tmp_path):
@@ -512,11 +595,17 @@ def test_points_are_all_or_nothing_or_on_request_in_proportion(tmp_path):
 
 
 @pytest.mark.slow
-def test_hidden_tests_must_pass_too(done, tmp_path):
-    hidden = "class TestFloor:\n    def test_hidden(self):\n        assert 0, 'hidden'\n"
-    (tmp_path / "test_lab_a.py").write_text(hidden)
-    report = grade.grade(load_labs()["a"], done, only=["A.1", "A.5"], extra_tests=tmp_path)
-    assert [(mark.state, mark.reason) for mark in report.marks] == [("passed", ""), ("failed", "hidden")]
+def test_another_seed_gives_other_inputs_and_the_last_bug_of_a_break_it(tmp_path):
+    lab = load_labs()["d"]
+    found = {}
+    for seed in (0, 0, 7):
+        with grade.Judge(seed) as fresh:
+            fresh.expected(lab, ("TestVariant",))
+            found.setdefault(seed, []).append(fresh.recorded["d.TestVariant"][:-1])
+    strip = [[line for line in lines if "seconds" not in line] for lines in found[0]]
+    assert strip[0] == strip[1] and strip[0] != [line for line in found[7][0] if "seconds" not in line]
+    public, graded = (load_mutations(graded=graded) for graded in (False, True))
+    assert all(graded[letter][:-1] == public[letter] for letter in public)
 
 
 def test_what_cannot_be_graded_is_refused(tmp_path, capsys):
@@ -525,8 +614,6 @@ def test_what_cannot_be_graded_is_refused(tmp_path, capsys):
     (tmp_path / "stage_d_paged").mkdir()
     assert grade.main(["d", "--work", str(tmp_path), "--only", "D.99"]) == 2
     assert "no exercise D.99" in capsys.readouterr().err
-    assert grade.main(["d", "--work", str(tmp_path), "--tests", str(tmp_path)]) == 2
-    assert "has no test_lab_d.py" in capsys.readouterr().err
     assert grade.main(["d", "--work", str(tmp_path), "--only", "D.1,D.2", "--show"]) == 2
     assert "SHOW=1 shows one exercise: ONLY=D.0" in capsys.readouterr().err
 
@@ -544,7 +631,7 @@ def test_make_passes_the_options_on():
 
     assert "-m labs.starter d --force" in dry_run("lab-d", "FORCE=1")
     assert "--force" not in dry_run("lab-d")
-    assert '-m labs.grade d --only "D.2" --tests "hidden"' in dry_run("grade-d", "ONLY=D.2", "LAB_TESTS=hidden")
+    assert '-m labs.grade d --only "D.2" --seed 7' in dry_run("grade-d", "ONLY=D.2", "SEED=7")
     assert '--only "D.2" --show' in dry_run("grade-d", "ONLY=D.2", "SHOW=1")
     assert "-m labs.hint D.3" in dry_run("hint", "D.3") and "-m labs.progress" in dry_run("progress")
     assert "-m labs.starter --show p\n" in dry_run("stage-f", "LAB=p")
@@ -572,63 +659,29 @@ def test_progress_names_the_next_exercise_of_a_lab_that_was_begun(tmp_path):
     assert "next: D.0" in progress.table(tmp_path)
 
 
-@pytest.mark.parametrize("call", ['system("ls")', "#include <fstream>"])
-def test_what_is_forbidden_in_cuda_is_named_with_its_line(call):
-    exercise = next(e for e in load_labs()["c"].exercises if not e.is_python)
-    allowed = "\n  /* to system()\n  is no call */\n#pragma unroll\n  for (;;) {}\n"
-    assert find_forbidden(allowed, exercise) is None
-    assert find_forbidden(f"{allowed}{call}\n", exercise) == (f"`{call}`", 6)
-
-
-@pytest.mark.parametrize("indent", ["", "    "])
-def test_what_is_forbidden_is_named_with_its_line(indent):
-    source = "".join(f"{indent}{line}\n" for line in ("def f():", "    x = 1", "    import os"))
-    exercise = exercise_of("A.1")
-    assert find_forbidden(source, exercise) == ("import of os", 3)
-
-
-def entered(
-    expected: list[str], ended: list[dict[str, str]], *last: dict[str, str], started: int | None = None
-) -> Mark:
-    """The mark that a judge's lines make: of the tests that were expected, those that ended, and how it went on."""
-    mark = Mark("A.1", "", 10, partial=True)
-    ends = [{"event": "end", "state": "passed", "reason": "", "seconds": 0.1} | end for end in ended]
-    starts = [{"event": "start", "test": "test_last"}] * (len(ends) if started is None else started)
-    enter([{"event": "expected", "tests": expected}, *starts, *ends, *last], mark)
+def mark_from(expected: list[values.Test], outcome: grade.Outcome) -> Mark:
+    """The mark that an outcome makes where these values are expected."""
+    mark, lab = Mark("A.1", "", 10, partial=True), load_labs()["a"]
+    fake = grade.Judge(recorded={"a.TestChatPrompt": []})
+    fake.expected = lambda *_: expected
+    fake.run = lambda *_, **__: outcome
+    with fake:
+        fake.enter(mark, lab, [exercise_of("A.1")], ROOT)
     return mark
 
 
-DONE = {"event": "done"}, {"event": "ended", "reason": ""}
-
-
 def test_an_exercise_whose_tests_cannot_run_here_is_not_judged():
-    skipped = {"test": "t", "state": "skipped", "reason": "no C++ compiler"}
-    mark = entered(["t", "t"], [{"test": "t"}, skipped], *DONE)
+    skipped = values.read(lines_of({"test": "t"}, {"skip": "no C++ compiler"}, {"seconds": 0.1}))
+    mark = mark_from(skipped, grade.Outcome([], "", []))
     assert (mark.state, mark.reason, mark.max_points) == ("not judged", "no C++ compiler", 10)
 
 
 def test_tests_that_a_crash_kept_from_running_earn_no_part_of_the_points():
-    mark = entered(["t"] * 4, [{"test": "t"}] * 2, {"event": "ended", "reason": "SIGSEGV"}, started=3)
-    assert (mark.state, mark.points, mark.reason) == ("failed", 5.0, "SIGSEGV in test_last")
-
-
-@pytest.mark.parametrize("ran", [["test_one"], ["test_two", "test_one"], ["test_one", "test_two", "test_two"]])
-def test_only_the_tests_that_judge_an_exercise_earn_its_points(ran):
-    mark = entered(["test_one", "test_two"], [{"test": test} for test in ran], *DONE, started=0)
-    assert mark.state == "failed" and mark.points == (5 if ran == ["test_one"] else 0), mark
-
-
-def test_a_line_counts_for_the_job_whose_nonce_it_has_and_whose_turn_it_is(interpreter):
-    interpreter("""
-import json, sys
-_, x, y = sys.stdin.read().splitlines()
-forged = ["A.1 {x} end", "A.2 {x} ended", "A.1 {y} ended", "[1]", "no json"]
-for line in ["A.1 {x} expected", *forged[1:], "A.1 {x} ended", *forged, "A.2 {y} expected", "A.2 {y} ended"]:
-    words = line.format(x=x, y=y).split()
-    print(json.dumps(dict(zip(["job", "nonce", "event"], words))) if len(words) == 3 else line)
-""")
-    found = grade.judge([job_for(key, ROOT, [PUBLIC_TESTS]) for key in ("A.1", "A.2")])
-    assert [[line["event"] for line in lines] for lines in found] == [["expected", "ended"]] * 2
+    expected = values.read(lines_of(*RIGHT * 4))
+    mark = mark_from(expected, grade.Outcome(lines_of(*RIGHT * 2, *RIGHT[:2]), "SIGSEGV", []))
+    assert (mark.state, mark.points, mark.reason) == ("failed", 5.0, "SIGSEGV in t")
+    mark = mark_from(expected, grade.Outcome(lines_of(*RIGHT * 5), "", []))
+    assert mark.state == "failed", "a test too many"
 
 
 def test_a_judge_that_cannot_begin_ends_the_command_with_2(interpreter, done, capsys):
@@ -647,13 +700,13 @@ def test_a_judge_that_is_silent_is_ended(interpreter, done):
 
 
 def test_a_report_has_the_forms_of_gradescope_and_otter():
-    marks = [Mark("A.1", "one", 60, "passed", seconds=1.0), Mark("A.2", "two", 40, "failed", "got 1", hidden=True)]
+    marks = [Mark("A.1", "one", 60, "passed", seconds=1.0), Mark("A.2", "two", 40, "failed", "got 1")]
     report = Report("a", "title", marks, "right", notes=["a note"], tests="abc")
     gradescope, otter = report.as_gradescope(), report.as_otter()
     assert gradescope["score"] == 60 and [test["score"] for test in gradescope["tests"]] == [60, 0]
     assert [test["output"] for test in gradescope["tests"]] == ["passed", "got 1"]
     assert gradescope["output"] == "whole stage: right\na note"
-    assert [test["visibility"] for test in gradescope["tests"]] == ["visible", "after_published"]
+    assert {test["visibility"] for test in gradescope["tests"]} == {"visible"}, "no later grading has the same inputs"
     assert otter["total"] == 60 and otter["results"]["A.2"]["possible"] == 40 and otter["tests_hash"] == "abc"
     marks[1].partial, marks[1].num_tests, marks[1].num_passed = True, 4, 3
     assert report.points == 90 and report.as_json()["exercises"][1]["points"] == 30
@@ -695,21 +748,18 @@ def test_the_references_answer_is_no_sign_of_having_copied(done):
 
 def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_it_is_run(tmp_path, monkeypatch, interpreter):
     (tmp_path / "submissions" / "ada").mkdir(parents=True)
-    (tmp_path / "hidden tests").mkdir()
+    monkeypatch.setattr(batch, "values_of", lambda lab, seed: {f"{lab.letter}.{seed}": []})
     said = tmp_path / "said"
     interpreter(f"""
 import json, os, sys
-print(json.dumps([sys.argv, os.environ["SIX_ENGINES_LAB_SEED"]]), file=open({str(said)!r}, "a"))
+print(json.dumps([sys.argv, json.load(sys.stdin)]), file=open({str(said)!r}, "a"))
 sys.exit("error: no")
 """)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "secret").write_text("x\n")
-    options = ["--tests", "hidden tests", "--partial", "--seed-secret", "secret"]
-    assert batch.main(["a", "submissions", "results", *options]) == 0
-    words, seed = json.loads(said.read_text())
-    assert words[words.index("--tests") + 1] == str(tmp_path / "hidden tests") and "--partial" in words
+    assert batch.main(["a", "submissions", "results", "--partial", "--seed", "5"]) == 0
+    words, given = json.loads(said.read_text())
+    assert words[words.index("--seed") + 1] == "5" and given == {"a.5": []} and "--partial" in words
     assert ("--sandbox" in words) == (sandbox.why_not() == "")
-    assert seed == str(batch.student_seed("ada", "x"))
     assert "error: no" in (tmp_path / "results" / "summary.csv").read_text()
 
 
@@ -744,9 +794,8 @@ def test_judges_that_compile_the_same_answer_at_once_write_no_file_of_one_anothe
     assert first and second and not first & second
 
 
-def test_every_student_has_seeds_of_their_own():
-    seeds = [batch.student_seed(student, secret) for student in ("ada", "bob") for secret in ("x", "y")]
-    assert len(set(seeds)) == 4 and batch.student_seed("ada", "x") == seeds[0]
+def test_nobody_knows_the_seed_of_a_run_beforehand():
+    assert len({batch.new_seed() for _ in range(9)}) == 9 and all(batch.new_seed() for _ in range(9))
 
 
 def test_every_written_question_has_a_model_answer():
@@ -765,33 +814,7 @@ def test_every_written_question_has_a_model_answer():
     assert not answers
 
 
-def test_the_pack_has_answers_rubrics_and_hidden_tests(tmp_path):
+def test_the_pack_has_answers_and_rubrics(tmp_path):
     written = {path.name for path in pack.write_pack(tmp_path)}
-    assert written >= {
-        "policies.md",
-        *(f"{x}_{y}.{z}" for y in LETTERS for x, z in (("rubric", "md"), ("test_lab", "py"))),
-    }
+    assert written >= {"policies.md", *(f"rubric_{letter}.md" for letter in LETTERS)}
     assert "def allocate" in (tmp_path / "answers_d.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.compiler
-def test_the_reference_passes_the_hidden_tests_of_every_lab(tmp_path, monkeypatch):
-    pack.write_pack(tmp_path / "pack")
-    monkeypatch.setenv("SIX_ENGINES_LAB_SEED", "12345")
-    hidden = tmp_path / "pack" / "hidden"
-    hidden_of = {
-        exercise.id: [test for test in exercise.tests if f"class {test.split('::')[1]}:" in text]
-        for lab in load_labs().values()
-        for text in [(hidden / f"test_lab_{lab.letter}.py").read_text()]
-        for exercise in lab.exercises
-    }
-    keys = [key for key, tests in hidden_of.items() if tests]
-    assert {key[0].lower() for key in keys} == {*load_labs()}, "each lab has hidden tests"
-    for letter in load_labs():
-        starter.write_starter(load_labs()[letter], tmp_path / letter, missing=[])
-    jobs = [job_for(key, tmp_path / key[0].lower(), [hidden]) for key in keys]
-    for lines, key in zip(grade.judge(jobs), keys, strict=True):
-        mark = Mark(key, "", 1)
-        enter(lines, mark)
-        assert mark.state == "passed" and mark.num_tests >= 1, mark

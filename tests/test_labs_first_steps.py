@@ -107,7 +107,7 @@ from labs.report import LABS, hash_of_tests
 for file in ("README.md", "tests/test_lab_a.py", "exercises.toml"):
     with (LABS / file).open("a") as more:
         more.write("# changed\\n")
-    print(hash_of_tests([LABS / "tests"], "a"))
+    print(hash_of_tests("a"))
 """
 
 

@@ -1,4 +1,4 @@
-"""Judges lab A."""
+"""Drives lab A."""
 
 from __future__ import annotations
 
@@ -6,178 +6,153 @@ import math
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import patch
 
-import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 import stage_a_naive.llm as stage
+from labs.driving import Compared, close, numbers
 from labs.tests.support import (
     GREEDY,
     DigitTokenizer,
-    answers_of_transformers,
-    check_whole_stage,
-    noisy_argmax,
+    Values,
     one_hot,
+    random_prompt,
     request_of,
+    some,
+    tutor,
+    whole_stage,
 )
 from labs.variants import append, floors, parts, timed
 from stage_a_naive import cache, chat, loop, sampling
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
-from stage_a_naive.checkpoints.tutor import TUTOR_PATH
-from stage_a_naive.contract.filters import filter_logits
-from stage_a_naive.contract.noise import gumbel_noise
 from stage_a_naive.contract.params import SamplingParams
-
-
-def random_logits(rows: int, vocab: int) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
-
-
-def numbers(row: torch.Tensor) -> str:
-    """The first numbers of a row, for a message."""
-    return f"{', '.join(f'{value:.4f}' for value in row[:3].tolist())}, …"
 
 
 class TestVariant:
     """A prompt in parts: the tokens of the whole prompt, every token of it run once."""
 
-    @pytest.mark.parametrize("cuts", [(), (1,), (-7, -4, -1), range(1, 12)], ids=str)
-    def test_the_answer_is_that_of_the_whole_prompt_and_each_part_ran_once(self, cuts: tuple[int, ...]):
-        model = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval()
-        prompt, _, expected = answers_of_transformers()[0]
-        ends = [cut % len(prompt) for cut in cuts]
-        pieces = [prompt[i:j] for i, j in zip((0, *ends), (*ends, len(prompt)), strict=True)]
+    def test_the_answer_is_that_of_the_whole_prompt_and_each_part_ran_once(self) -> Values:
+        model, prompt = tutor(), random_prompt(24)
         run: list[int] = []
         model.get_input_embeddings().register_forward_hook(lambda module, ids, rows: run.append(ids[0].numel()))
-        ids = parts.generate_in_parts(model, pieces, -1, 12)
-        assert ids == expected[:12], f"{len(pieces)} parts: {expected[:6]}… expected, got {ids[:6]}…"
-        wanted = [len(piece) for piece in pieces] + [1] * 11
-        assert run == wanted, f"tokens run in each pass: {wanted} expected, got {run}"
+        for cuts in ([], [1], [17, 20, 23], range(1, 12), sorted(numbers.sample(range(1, 24), 4))):
+            pieces = [prompt[i:j] for i, j in zip((0, *cuts), (*cuts, 24), strict=True)]
+            run.clear()
+            yield f"{len(pieces)} parts, cut at {list(cuts)}: tokens", parts.generate_in_parts(model, pieces, -1, 12)
+            yield f"{len(pieces)} parts, cut at {list(cuts)}: tokens run in each pass", run
 
-    def test_it_ends_with_the_end_token(self):
-        model = AutoModelForCausalLM.from_pretrained(TUTOR_PATH, dtype=torch.float32).eval()
-        prompt, _, expected = answers_of_transformers()[0]
-        ids = parts.generate_in_parts(model, [prompt[:3], prompt[3:]], expected[4], 20)
-        end = expected.index(expected[4]) + 1
-        assert ids == expected[:end], f"the answer ends with its end token: {expected[:end]} expected, got {ids}"
-        assert len(parts.generate_in_parts(model, [prompt], -1, 1)) == 1, "max_tokens=1 is one token"
-        ids = parts.generate_in_parts(model, [prompt], expected[0], 20)
-        assert ids == expected[:1], f"the first token is the end token: expected {expected[:1]}, got {ids}"
+    def test_it_ends_with_the_end_token(self) -> Values:
+        model, prompt = tutor(), random_prompt(9)
+        ids = parts.generate_in_parts(model, [prompt[:3], prompt[3:]], -1, 20)
+        for number in (4, 0):
+            found = parts.generate_in_parts(model, [prompt[:3], prompt[3:]], ids[number], 20)
+            yield f"the end token is {ids[number]}, which comes as number {number}: the answer ends with it", found
+        yield "max_tokens=1 is one token", parts.generate_in_parts(model, [prompt], -1, 1)
 
 
 class TestChatPrompt:
-    def test_one_message(self):
-        text = chat.chatml([{"role": "user", "content": "Hi"}])
-        expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-        assert text == expected, f"expected {expected!r}, got {text!r}"
+    def test_one_message(self) -> Values:
+        yield "one message of the user, 'Hi'", chat.chatml([{"role": "user", "content": "Hi"}])
 
-    def test_several_messages_keep_their_order(self):
-        text = chat.chatml([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "两行\nlines"}])
-        expected = (
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n两行\nlines<|im_end|>\n<|im_start|>assistant\n"
-        )
-        assert text == expected, f"expected {expected!r}, got {text!r}"
+    def test_several_messages_keep_their_order(self) -> Values:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "两行\nlines"}]
+        yield "a system prompt and two lines of the user", chat.chatml(messages)
 
-    @pytest.mark.parametrize("content", ["  def f():\n", "\tTabs and spaces \t ", "", "What does <|im_end|> mean?"])
-    def test_the_content_is_kept_as_it_is(self, content: str):
-        text = chat.chatml([{"role": "user", "content": content}])
-        expected = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        assert text == expected, f"nothing of the content is changed: expected {expected!r}, got {text!r}"
+    def test_the_content_is_kept_as_it_is(self) -> Values:
+        for content in ("  def f():\n", "\tTabs and spaces \t ", "", "What does <|im_end|> mean?"):
+            yield f"nothing of the content {content!r} is changed", chat.chatml([{"role": "user", "content": content}])
+
+    def test_random_messages(self) -> Values:
+        for _ in range(20):
+            roles = numbers.choices(("system", "user", "assistant"), k=numbers.randint(1, 5))
+            texts = ["".join(numbers.choices(" \n\t<|>aé字.", k=numbers.randint(0, 12))) for _ in roles]
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+            yield f"the messages {messages}", chat.chatml(messages)
+
+
+def sampled(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], steps: list[int]) -> torch.Tensor:
+    ids = sampling.sample(logits, params, seeds, steps)
+    assert isinstance(ids, torch.Tensor), f"ids are a tensor [rows], got a {type(ids).__name__}"
+    return ids
 
 
 class TestSample:
-    def test_greedy_is_the_exact_argmax_with_the_first_of_equals(self):
+    def test_greedy_is_the_exact_argmax_with_the_first_of_equals(self) -> Values:
         logits = torch.tensor([[0.1, 3.0, 3.0, -1.0], [5.0, 0.0, 1.0, 2.0]])
-        ids = sampling.sample(logits, [SamplingParams(temperature=0.0)] * 2, [1, 2], [0, 0])
-        assert isinstance(ids, torch.Tensor), f"ids are a tensor [rows], got a {type(ids).__name__}"
-        assert ids.tolist() == [1, 0], f"greedy rows are argmax, expected [1, 0], got {ids.tolist()}"
-        assert ids.dtype == torch.int64, f"ids are int64, got {ids.dtype}"
-
-    def test_draws_follow_the_softmax(self):
-        probs = torch.tensor([0.5, 0.3, 0.2])
-        logits = probs.log().repeat(3000, 1)
-        ids = sampling.sample(logits, [SamplingParams()] * 3000, list(range(3000)), [0] * 3000)
-        shares = torch.bincount(ids, minlength=3) / 3000
-        assert (shares - probs).abs().max() < 0.05, f"tokens of probability 0.5, 0.3, 0.2 came {shares.tolist()}"
-
-    def test_a_draw_depends_on_seed_and_step_and_not_on_the_company(self):
-        torch.manual_seed(0)
-        logits = torch.randn(6, 500)
-        params = [SamplingParams(temperature=5.0)] * 6
-        together = sampling.sample(logits, params, [7, 8, 9, 7, 8, 9], [0, 1, 2, 3, 4, 5])
-        alone = [sampling.sample(logits[i : i + 1], params[:1], [(7, 8, 9)[i % 3]], [i]).item() for i in range(6)]
-        assert together.tolist() == alone, "a row samples the same token alone and in a batch"
-        same = logits[:1].repeat(20, 1)
-        steps = sampling.sample(same, params[:1] * 20, [7] * 20, list(range(20)))
-        seeds = sampling.sample(same, params[:1] * 20, list(range(20)), [0] * 20)
-        assert len(set(steps.tolist())) > 5, "another step must sample with other noise"
-        assert len(set(seeds.tolist())) > 5, "another seed must sample with other noise"
-
-    def test_a_row_is_the_argmax_of_filtered_logits_plus_the_noise_of_its_seed_and_step(self):
-        torch.manual_seed(0)
-        logits, seeds, steps = torch.randn(40, 300), list(range(40)), [i % 7 for i in range(40)]
-        params = SamplingParams(temperature=1.3)
-        ids = sampling.sample(logits, [params] * 40, seeds, steps).tolist()
-        expected = [noisy_argmax(*row) for row in zip(logits, [params] * 40, seeds, steps, strict=True)]
-        assert ids == expected, f"argmax(filtered + gumbel_noise(seed, step)) is {expected[:6]}…, got {ids[:6]}…"
-
-    def test_each_row_has_its_own_parameters(self):
-        torch.manual_seed(0)
-        logits = torch.randn(1, 300).repeat(40, 1)
-        params = [SamplingParams(temperature=(0.5, 1.0, 4.0)[i % 3], top_k=(0, 2)[i % 2]) for i in range(40)]
-        ids = sampling.sample(logits, params, list(range(40)), [0] * 40).tolist()
-        expected = [noisy_argmax(*row) for row in zip(logits, params, range(40), [0] * 40, strict=True)]
-        assert ids == expected, (
-            f"temperatures and top_k differ from row to row: {expected[:6]}… expected, got {ids[:6]}…"
+        yield (
+            "greedy rows are the argmax, the first of equals, int64",
+            sampled(logits, [SamplingParams(temperature=0.0)] * 2, [1, 2], [0, 0]),
+        )
+        logits = torch.randn(20, 50)
+        yield (
+            "greedy rows of random logits",
+            sampled(logits, [SamplingParams(temperature=0.0)] * 20, *[some(20, 0, 9)] * 2),
         )
 
-    @pytest.mark.parametrize(
-        "filters", [{"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.9, "min_p": 0.1}], ids=str
-    )
-    def test_each_filter_leaves_the_likeliest_tokens(self, filters: dict[str, float]):
-        params, logits = SamplingParams(temperature=1.5, **filters), random_logits(40, 300)
-        ids = sampling.sample(logits, [params] * 40, list(range(40)), [0] * 40).tolist()
-        noise = [gumbel_noise(seed, 0, 300, logits.device) for seed in range(40)]
-        expected = [int((filter_logits(row, params) + n).argmax()) for row, n in zip(logits, noise, strict=True)]
-        assert ids == expected, f"{filters}: argmax(filter_logits + noise) is {expected[:6]}…, got {ids[:6]}…"
+    def test_draws_follow_the_softmax(self) -> Values:
+        logits, first = torch.tensor([0.5, 0.3, 0.2]).log().repeat(3000, 1), numbers.randrange(10**6)
+        ids = sampled(logits, [SamplingParams()] * 3000, list(range(first, first + 3000)), [0] * 3000)
+        shares = torch.bincount(ids, minlength=3) / 3000
+        yield "how often tokens of probability 0.5, 0.3, 0.2 come", close(shares, atol=0.002)
 
-    def test_greedy_and_random_rows_mix(self):
+    def test_a_draw_depends_on_seed_and_step_and_not_on_the_company(self) -> Values:
+        logits, params, seeds = torch.randn(6, 500), [SamplingParams(temperature=5.0)] * 6, some(6, 0, 10**6)
+        steps = [0, 1, 2, 3, 4, 5]
+        yield "six rows in a batch", sampled(logits, params, seeds, steps)
+        alone = [int(sampled(logits[i : i + 1], params[:1], seeds[i : i + 1], [i])) for i in range(6)]
+        yield "a row samples the same token alone and in a batch", alone
+        same = logits[:1].repeat(20, 1)
+        yield "another step samples with other noise", sampled(same, params[:1] * 20, seeds[:1] * 20, list(range(20)))
+        yield "another seed samples with other noise", sampled(same, params[:1] * 20, list(range(20)), [0] * 20)
+
+    def test_a_row_is_the_argmax_of_filtered_logits_plus_the_noise_of_its_seed_and_step(self) -> Values:
+        seeds, steps = some(40, 0, 10**6), some(40, 0, 7)
+        ids = sampled(torch.randn(40, 300), [SamplingParams(temperature=1.3)] * 40, seeds, steps)
+        yield "argmax(filtered + gumbel_noise(seed, step)) of 40 rows", ids
+
+    def test_each_row_has_its_own_parameters(self) -> Values:
+        logits = torch.randn(1, 300).repeat(40, 1)
+        params = [SamplingParams(temperature=(0.5, 1.0, 4.0)[i % 3], top_k=(0, 2)[i % 2]) for i in range(40)]
+        yield "temperatures and top_k differ from row to row", sampled(logits, params, some(40, 0, 999), [0] * 40)
+
+    def test_each_filter_leaves_the_likeliest_tokens(self) -> Values:
+        for filters in ({"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 9, "top_p": 0.9, "min_p": 0.1}):
+            params, logits = SamplingParams(temperature=1.5, **filters), torch.randn(40, 300)
+            found = sampled(logits, [params] * 40, some(40, 0, 999), [0] * 40)
+            yield f"{filters}: argmax(filter_logits + noise)", found
+
+    def test_greedy_and_random_rows_mix(self) -> Values:
         logits = torch.tensor([[0.0, 1.0, 0.0]]).repeat(21, 1)
         params = [SamplingParams(temperature=0.0)] + [SamplingParams(top_k=1)] * 20
-        ids = sampling.sample(logits, params, list(range(21)), [0] * 21).tolist()
-        assert ids == [1] * 21, f"top_k=1 leaves only the likeliest, token 1: filter before the noise; got {ids}"
+        ids = sampled(logits, params, list(range(21)), [0] * 21)
+        yield "top_k=1 leaves only the likeliest, token 1: filter before the noise", ids
+        params = [SamplingParams(temperature=numbers.choice((0.0, 0.7, 2.0))) for _ in range(30)]
+        yield "greedy rows beside sampled ones", sampled(torch.randn(30, 200), params, some(30, 0, 999), some(30, 0, 9))
 
 
 class TestAppend:
     """Keys and values of several tokens at once, behind those that are there."""
 
-    def run(self, x: torch.Tensor, ends: list[int], spare: int) -> tuple[torch.Tensor, list[int]]:
-        """What tokens get that come in parts, and how many rows of keys and values were computed in each."""
-        keys, values = torch.full((2, len(x) + spare, cache.HEAD_DIM), math.nan)  # what is not filled may be anything
-        cache.rows.clear()
-        parts = zip([0, *ends], [*ends, len(x)], strict=True)
-        outputs = [append.append_and_attend(x[i:j], keys, values, i) for i, j in parts]
-        rows = list(cache.rows)
-        assert keys[: len(x)].allclose(x @ cache.TO_KEY, atol=1e-5), "keys of all tokens, in their order, are stored"
-        assert values[: len(x)].allclose(x @ cache.TO_VALUE, atol=1e-5), "values too"
-        assert keys[len(x) :].isnan().all(), "the rows behind the last token are left alone"
-        return torch.cat(outputs), rows
-
-    @pytest.mark.parametrize("ends", [[], [1], [7], [3, 4], list(range(1, 8))], ids=str)
-    @pytest.mark.parametrize("spare", [0, 3])
-    def test_each_token_attends_to_all_before_it_and_to_itself(self, ends: list[int], spare: int):
-        x = torch.randn(8, cache.HEAD_DIM)
-        found, rows = self.run(x, ends, spare)
-        scores = (x @ cache.TO_QUERY) @ (x @ cache.TO_KEY).T / cache.HEAD_DIM**0.5
-        causal = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf)
-        expected = causal.softmax(-1) @ (x @ cache.TO_VALUE)
-        for token, (got, right) in enumerate(zip(found, expected, strict=True)):
-            assert torch.allclose(got, right, atol=1e-5), (
-                f"8 tokens whose parts end at {ends}: token {token}, which attends to {token + 1} rows, must get "
-                f"{numbers(right)}, got {numbers(got)}"
-            )
-        assert sum(rows) == 16, f"8 tokens are 16 rows of keys and values, each computed once; got {sum(rows)}"
+    def test_each_token_attends_to_all_before_it_and_to_itself(self) -> Values:
+        for ends in ([], [1], [7], [3, 4], list(range(1, 8)), sorted(numbers.sample(range(1, 8), 3))):
+            for spare in (0, numbers.randint(1, 9)):
+                x, given = torch.randn(8, cache.HEAD_DIM), f"8 tokens whose parts end at {ends}, {spare} rows to spare"
+                keys, values = torch.full(
+                    (2, 8 + spare, cache.HEAD_DIM), math.nan
+                )  # what is not filled may be anything
+                cache.rows.clear()
+                pairs = zip([0, *ends], [*ends, 8], strict=True)
+                outputs = [append.append_and_attend(x[i:j], keys, values, i) for i, j in pairs]
+                rows = sum(cache.rows)
+                yield (
+                    f"{given}: what each token gets, which attends to all before it and to itself",
+                    close(torch.cat(outputs)),
+                )
+                yield f"{given}: the keys of all tokens are stored in their order, and no row behind them", close(keys)
+                yield f"{given}: values too", close(values)
+                yield f"{given}: rows of keys and values computed, each once", rows
 
 
 class TestTimed:
@@ -194,39 +169,33 @@ class TestTimed:
         found = timed.milliseconds(lambda: queue.append(left.pop(0)), now, len(durations) - 1)
         return found, len(left)
 
-    @pytest.mark.parametrize(
-        ("durations", "median"), [([9, 1, 2, 30], 2), ([0.9, 0.003, 0.005, 0.004, 0.04], 0.0045), ([5, 7], 7)], ids=str
-    )
-    def test_it_is_the_median_of_all_calls_but_the_first(self, durations: list[float], median: float):
-        found, left = self.run(durations)
-        assert left == 0, f"{len(durations) - 1} calls are counted and one comes first, {left} did not run"
-        assert found == pytest.approx(1000 * median), (
-            f"a call of {durations[0]} s comes first, then those of {durations[1:]} s: "
-            f"expected their median, {1000 * median:g} ms, got {found:g} ms"
-        )
+    def test_it_is_the_median_of_all_calls_but_the_first(self) -> Values:
+        random = [[numbers.randint(1, 1000) / 8 for _ in range(numbers.randint(2, 12))] for _ in range(20)]
+        for durations in ([9, 1, 2, 30], [0.9, 0.003, 0.005, 0.004, 0.04], [5, 7], *random):
+            found, left = self.run(durations)
+            given = f"a call of {durations[0]} s comes first, then those of {durations[1:]} s"
+            yield f"{given}: calls that did not run", left
+            yield f"{given}: their median, in ms", found
 
-    def test_what_was_launched_before_is_not_counted(self):
-        found, _ = self.run([1, 2], before=50)
-        assert found == pytest.approx(2000), f"50 s of older work are nobody's: expected 2000 ms, got {found}"
+    def test_what_was_launched_before_is_not_counted(self) -> Values:
+        yield "50 s of older work are nobody's, then calls of 1 and 2 s: ms", self.run([1, 2], before=50)[0]
 
 
 class TestFloor:
-    @pytest.mark.parametrize(
-        ("weights", "kv", "prompt", "generated", "bandwidth", "seconds"),
-        [
-            (1000, 10, 3, 2, 1000.0, 1.04),
-            (1000, 10, 3, 4, 1000.0, 3.15),
-            (10, 1, 100, 3, 10.0, 22.3),
-            (988_000_000, 12_288, 1000, 1, 4.2e12, 0.0),
-            (7, 0, 5, 11, 2.0, 35.0),
-        ],
-    )
-    def test_it_is_what_all_decode_steps_read(self, weights, kv, prompt, generated, bandwidth, seconds):
-        found = floors.answer_floor(weights, kv, prompt, generated, bandwidth)
-        assert found == pytest.approx(seconds), (
-            f"weights of {weights} bytes, {kv} per token, prompt {prompt}, answer {generated}, {bandwidth} bytes/s: "
-            f"expected {seconds} s, got {found}"
-        )
+    def test_it_is_what_all_decode_steps_read(self) -> Values:
+        cases = [
+            (1000, 10, 3, 2, 1000.0),
+            (1000, 10, 3, 4, 1000.0),
+            (10, 1, 100, 3, 10.0),
+            (988_000_000, 12_288, 1000, 1, 4.2e12),
+            (7, 0, 5, 11, 2.0),
+        ]
+        cases += [(*(numbers.randint(1, most) for most in (10**6, 1000, 500, 60)), 64.0) for _ in range(50)]
+        for weights, kv, prompt, generated, bandwidth in cases:
+            yield (
+                f"weights of {weights} bytes, {kv} per token, prompt {prompt}, answer {generated}, {bandwidth:g} B/s",
+                close(floors.answer_floor(weights, kv, prompt, generated, bandwidth), 1e-12, 1e-9),
+            )
 
 
 class CountingModel:
@@ -249,38 +218,29 @@ class CountingModel:
 class AnyModel:
     """A model whose scores are arbitrary numbers that follow from the last token."""
 
-    @staticmethod
-    def logits_after(token: int) -> torch.Tensor:
-        return torch.randn(100, generator=torch.Generator().manual_seed(token))
-
     def __call__(self, input_ids, **_):
-        rows = torch.stack([self.logits_after(int(token)) for token in input_ids[0]])
-        return SimpleNamespace(logits=rows[None], past_key_values=object())
+        rows = [torch.randn(100, generator=torch.Generator().manual_seed(int(token))) for token in input_ids[0]]
+        return SimpleNamespace(logits=torch.stack(rows)[None], past_key_values=object())
+
+
+def prompts(count: int) -> list[tuple[list[int], int, int]]:
+    """Prompts that count up, with the end token and the most tokens of the answer: the edges, then random ones."""
+    found = [([3, 4, 5], 99, 4), ([17], 20, 40), ([19], 20, 40), ([1, 2], 99, 1)]
+    for _ in range(count):
+        first, length, eos, most = (numbers.randint(1, limit) for limit in (20, 9, 45, 12))
+        found.append((list(range(first, first + length)), eos, most))
+    return found
 
 
 class TestLoop:
-    def test_one_prefill_then_one_token_per_step(self):
-        model = CountingModel()
-        ids = loop.generate(model, [3, 4, 5], eos_id=99, max_tokens=4)
-        assert ids == [6, 7, 8, 9], f"after 5, max_tokens=4: expected [6, 7, 8, 9], got {ids}"
-        assert model.calls == [[3, 4, 5], [6], [7], [8]], (
-            f"the whole prompt once, then one new token per call and none after the last, got {model.calls}"
-        )
-
-    def test_it_stops_after_the_end_of_sequence_token(self):
-        model = CountingModel()
-        assert loop.generate(model, [17], eos_id=20, max_tokens=40) == [18, 19, 20], "it ends with eos_id, 20"
-        assert len(model.calls) == 3, "no step after the end"
-
-    def test_nothing_comes_after_a_first_token_that_is_the_end(self):
-        model = CountingModel()
-        ids = loop.generate(model, [19], eos_id=20, max_tokens=40)
-        assert ids == [20], f"after 19 comes the end, 20: expected [20], got {ids}"
-
-    def test_one_token_needs_no_decode_step(self):
-        model = CountingModel()
-        assert loop.generate(model, [1, 2], eos_id=99, max_tokens=1) == [3], "max_tokens=1: the first token alone"
-        assert len(model.calls) == 1, "the prefill's logits are the first token's"
+    def test_one_prefill_then_one_token_per_step_until_the_end(self) -> Values:
+        for prompt, eos, most in prompts(20):
+            model, given = (
+                CountingModel(),
+                f"a model that says last + 1, prompt {prompt}, eos_id {eos}, max_tokens {most}",
+            )
+            yield f"{given}: the answer", loop.generate(model, prompt, eos_id=eos, max_tokens=most)
+            yield f"{given}: the model's calls, the whole prompt once, then one token each", model.calls
 
 
 class TestGenerateOne:
@@ -315,95 +275,79 @@ class TestGenerateOne:
     ):
         return engine._generate_one(request_of(prompt, max_tokens, **params), arrival, on_text)
 
-    def test_one_prefill_then_one_token_per_step(self):
-        engine = self.engine()
-        output = self.generate(engine, [3, 4, 5], 4)
-        ids = output["token_ids"]
-        assert ids == [6, 7, 8, 9], f"after 5, max_tokens=4: expected [6, 7, 8, 9], got {ids}"
-        assert engine.model.calls == [[3, 4, 5], [6], [7], [8]], (
-            f"the whole prompt once, then one new token per call and none after the last, got {engine.model.calls}"
-        )
-        assert output["finish_reason"] == "length"
+    def test_one_prefill_then_one_token_per_step_until_the_end(self) -> Values:
+        for prompt, eos, most in prompts(20):
+            engine = self.engine(eos_token_ids=frozenset({eos}))
+            output = self.generate(engine, prompt, most)
+            given = f"a model that says last + 1, prompt {prompt}, end {eos}, max_tokens {most}"
+            yield f"{given}: tokens", output["token_ids"]
+            yield f"{given}: finish_reason", output["finish_reason"]
+            yield f"{given}: the model's calls, the whole prompt once, then one token each", engine.model.calls
+            counts = output["metrics"]["num_prompt_tokens"], output["metrics"]["num_generated_tokens"]
+            yield f"{given}: tokens of prompt and answer in the metrics", counts
 
-    def test_it_stops_at_the_end_of_sequence_token(self):
-        output = self.generate(self.engine(), [17], 40)
-        ids, reason = output["token_ids"], output["finish_reason"]
-        assert (ids, reason) == ([18, 19, 20], "stop"), f"expected 18, 19, 20 and 'stop', got {ids} and {reason!r}"
+    def test_the_sampler_chooses(self) -> Values:
+        prompt, seed = some(3, 0, 99), numbers.randrange(10**6)
+        output = self.generate(self.engine(model=AnyModel()), prompt, 6, temperature=4.0, seed=seed)
+        yield f"sampled with temperature 4 behind {prompt}", output["token_ids"]
 
-    def test_an_answer_of_one_token_needs_no_decode_step(self):
-        engine = self.engine()
-        assert self.generate(engine, [1, 2], 1)["token_ids"] == [3]
-        assert len(engine.model.calls) == 1, "the prefill's logits are the first token's"
+    def test_ttft_counts_from_the_arrival(self) -> Values:
+        metrics = self.generate(self.engine(), [3, 4, 5], 4, arrival=time.perf_counter() - 60)["metrics"]
+        yield "the request came in 60 s ago: ttft", Compared(metrics["ttft"], least=60, most=120)
+        yield "the 60 s before the prefill are no part of its time", Compared(metrics["prefill_time"], least=0, most=30)
 
-    def test_the_sampler_chooses(self):
-        [prompt, params] = [3, 4, 5], {"temperature": 4.0}
-        output = self.generate(self.engine(model=AnyModel()), prompt, 6, **params)
-        expected = []
-        for step in range(6):
-            row = AnyModel.logits_after(([*prompt, *expected])[-1])
-            expected.append(noisy_argmax(row, SamplingParams(**params), 0, step))
-        assert output["token_ids"] == expected, f"sampled with seed 0: {expected} expected, got {output['token_ids']}"
-
-    def test_ttft_counts_from_the_arrival(self):
-        output = self.generate(self.engine(), [3, 4, 5], 4, arrival=time.perf_counter() - 60)
-        ttft, prefill = output["metrics"]["ttft"], output["metrics"]["prefill_time"]
-        assert 60 <= ttft < 120, f"the request came in 60 s ago, so its ttft is 60 s and a little, got {ttft:.6f} s"
-        assert prefill < 30, f"the 60 s before the prefill are no part of its time, got {prefill:.1f} s"
-
-    def test_text_goes_out_as_it_comes(self):
+    def test_text_goes_out_as_it_comes(self) -> Values:
         pieces = []
         self.generate(self.engine(), [3, 4, 5], 4, on_text=lambda index, piece: pieces.append((index, piece)))
-        assert "".join(piece for _, piece in pieces) == "6789", f"hand on_text to self._next_token; it got {pieces}"
+        yield "hand on_text to self._next_token: the pieces make", "".join(piece for _, piece in pieces)
 
-    def test_a_stop_string_ends_the_answer(self):
+    def test_a_stop_string_ends_the_answer(self) -> Values:
         engine = self.engine(tokenizer=load_tokenizer(resolve("tutor")))
         output = self.generate(engine, [34], 12, stop=("CD",))  # tokens 35 to 38 are A to D
-        found, expected = (
-            (output["token_ids"], output["text"], output["finish_reason"]),
-            ([35, 36, 37, 38], "AB", "stop"),
-        )
-        assert found == expected, f"the model says ABCDEF…, stop='CD': expected {expected}, got {found}"
+        found = output["token_ids"], output["text"], output["finish_reason"]
+        yield "the model says ABCDEF…, stop='CD': tokens, text, finish_reason", found
 
-    def test_each_time_is_between_the_right_moments(self, monkeypatch):
-        clock = [10.0]  # a forward pass takes 4 s with a prompt and 1 s without, choosing a token 0.5 s
+    def test_each_time_is_between_the_right_moments(self) -> Values:
+        start, prompt_time, step_time = (float(x) for x in some(3, 5, 40))
+        clock = [start]  # a forward pass takes more with a prompt, choosing a token 0.5 s
+        engine = self.engine()
+        model, choose = engine.model, engine._next_token
 
-        class SlowModel(CountingModel):
-            def __call__(self, input_ids, **options):
-                clock[0] += 4 if input_ids.shape[1] > 1 else 1
-                return super().__call__(input_ids, **options)
+        def forward(input_ids, **kwargs):
+            clock[0] += prompt_time if input_ids.shape[1] > 1 else step_time
+            return model(input_ids, **kwargs)
 
-        engine = self.engine(model=SlowModel())
-        choose = engine._next_token
-
-        def slowly(*arguments: object) -> int:
+        def next_token(*args: object) -> int:
             clock[0] += 0.5
-            return choose(*arguments)
+            return choose(*args)
 
-        engine._next_token = slowly
-        monkeypatch.setattr(stage, "synchronized_time", lambda device: clock[0])
-        metrics = self.generate(engine, [3, 4, 5], 4, arrival=7.0)["metrics"]
-        found = {name: metrics[name] for name in ("ttft", "prefill_time", "decode_time")}
-        expected = {"ttft": 7.5, "prefill_time": 4.5, "decode_time": 4.5}
-        assert found == expected, (
-            "a call at 7.0 s that starts at 10.0, its first token at 14.5 and its last at 19.0 s: "
-            f"expected {expected}, got {found}"
+        engine.model, engine._next_token = forward, next_token
+        with (
+            patch.object(stage, "synchronized_time", lambda device: clock[0]),
+            patch.object(time, "perf_counter", lambda: clock[0]),
+        ):
+            metrics = self.generate(engine, [3, 4, 5], 4, arrival=start - 3)["metrics"]
+        yield (
+            f"a call at {start - 3} s that starts at {start}; the prompt takes {prompt_time} s, a step {step_time} s, "
+            "choosing a token 0.5 s: ttft, prefill_time, decode_time",
+            [metrics[name] for name in ("ttft", "prefill_time", "decode_time")],
         )
 
-    def test_the_times_are_measured(self):
+    def test_the_times_are_measured(self) -> Values:
         metrics = self.generate(self.engine(), [3, 4, 5], 4)["metrics"]
-        counts = metrics["num_prompt_tokens"], metrics["num_generated_tokens"]
-        assert counts == (3, 4), f"3 prompt tokens and 4 generated ones, got {counts}"
         for name in ("prefill_time", "decode_time", "ttft"):
-            assert metrics[name] > 0, f"{name} is the time between two moments, which are not the same: got 0 s"
+            yield (
+                f"{name} is the time between two moments, which are not the same",
+                Compared(metrics[name], least=1e-12),
+            )
 
 
 class TestWholeStage:
-    def test_the_tutor_answers(self):
-        check_whole_stage(stage.LLM)
+    def test_the_tutor_answers(self) -> Values:
+        yield from whole_stage(stage.LLM)
 
-    def test_penalties_reach_the_sampler(self):
+    def test_penalties_reach_the_sampler(self) -> Values:
         llm = stage.LLM("tutor", device="cpu")
         params = SamplingParams(temperature=0.0, max_tokens=12, presence_penalty=2.0, frequency_penalty=2.0)
-        [plain, penalised] = llm.generate(["a a a a"] * 2, [GREEDY, params], use_tqdm=False)
-        assert len(set(penalised["token_ids"])) >= len(set(plain["token_ids"][:12])), "penalties make tokens rarer"
-        assert penalised["token_ids"] != plain["token_ids"][:12], "presence and frequency of 2 must change this answer"
+        outputs = llm.generate(["a a a a"] * 2, [GREEDY, params], use_tqdm=False)
+        yield "an answer without and with penalties", [output["token_ids"] for output in outputs]

@@ -1,4 +1,4 @@
-"""Judges lab G. The parts are judged without a model; the whole server answers over a socket."""
+"""Drives lab G. The parts run without a model; the whole server answers over a socket."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import time
 from types import SimpleNamespace
 
 import httpx
-import pytest
 
 import beyond.serving.async_llm as async_llm
 import beyond.serving.engine_loop as engine_loop
 import beyond.serving.event_stream as event_stream
 import beyond.serving.sse as sse
 from beyond.serving.server import serve
-from labs.mutants import assert_catches
-from labs.tests.support import request_of
+from labs.driving import Compared, error_of, numbers
+from labs.tests.support import Values, request_of
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.llm import LLM
 
@@ -33,46 +32,38 @@ def read_events(body: str) -> list[str]:
 
 
 class TestFrame:
-    @pytest.mark.parametrize("data", ["[DONE]", "", " indented", '{"text": "data: "}', "键值缓存", "a\u2028b\x0bc"])
-    def test_one_line_comes_back_as_it_was(self, data):
-        found = read_events(sse.frame(data).decode())
-        assert found == [data], f"frame({data!r}) is one event with this data, got {found}"
+    def test_one_event_comes_back_as_it_was(self) -> Values:
+        cases = ["[DONE]", "", " indented", '{"text": "data: "}', "键值缓存", "a\u2028b\x0bc"]
+        cases += ["a\nb", "a\n\nb", "\n", "a\r\nb", "a\rb", "end\n"]
+        parts = ("a", " ", ":", "\n", "\r", "\r\n", "data: ", "é")
+        for data in [*cases, *("".join(numbers.choices(parts, k=8)) for _ in range(100))]:
+            yield (
+                f"frame({data!r}) is one event with this data, as a browser reads it",
+                read_events(sse.frame(data).decode()),
+            )
 
-    @pytest.mark.parametrize("data", ["a\nb", "a\n\nb", "\n", "a\r\nb", "a\rb", "end\n"])
-    def test_lines_stay_one_event(self, data):
-        found = read_events(sse.frame(data).decode())
-        expected = [data.replace("\r\n", "\n").replace("\r", "\n")]
-        assert found == expected, f"frame({data!r}) is one event, read as {expected}, got {found}"
-
-    def test_events_that_follow_one_another_stay_apart(self):
-        assert read_events((sse.frame("1") + sse.frame("2\n3") + sse.frame("4")).decode()) == ["1", "2\n3", "4"]
-
-
-def refusal(llm: SimpleNamespace, num_requests: int) -> str:
-    """Ask for more than there is room for, and return what is said."""
-    before = llm.num_unfinished
-    try:
-        async_llm.AsyncLLM._admit(llm, num_requests)
-    except async_llm.QueueFull as error:
-        return str(error)
-    pytest.fail(f"{before} of {llm.max_unfinished} are unfinished: a call of {num_requests} must raise QueueFull")
+    def test_events_that_follow_one_another_stay_apart(self) -> Values:
+        yield "'1', '2\\n3' and '4'", read_events((sse.frame("1") + sse.frame("2\n3") + sse.frame("4")).decode())
 
 
 class TestAdmit:
-    def test_the_last_place_is_given_and_no_more(self):
-        llm = SimpleNamespace(num_unfinished=3, max_unfinished=5)
-        async_llm.AsyncLLM._admit(llm, 2)
-        assert llm.num_unfinished == 5
-        refusal(llm, 1)
-        assert llm.num_unfinished == 5, "who is refused must not be counted"
+    def test_a_call_gets_in_whole_or_not_at_all(self) -> Values:
+        for limit, before, calls in ((5, 3, [2, 1]), (5, 0, [6, 5]), (9, 2, [numbers.randint(1, 9) for _ in range(6)])):
+            llm = SimpleNamespace(num_unfinished=before, max_unfinished=limit)
+            for count in calls:
+                given = f"{llm.num_unfinished} of {limit} are unfinished, a call of {count}"
+                said: list[str] = []
 
-    def test_a_call_gets_in_whole_or_not_at_all(self):
-        llm = SimpleNamespace(num_unfinished=0, max_unfinished=5)
-        said = refusal(llm, 6)
-        assert llm.num_unfinished == 0, "a call that is refused must not be counted, not even in part"
-        assert "5" in said, f"the message names the limit, 5; got {said!r}"
-        async_llm.AsyncLLM._admit(llm, 5)
-        assert llm.num_unfinished == 5
+                def admit(llm=llm, count=count, said=said) -> None:
+                    try:
+                        async_llm.AsyncLLM._admit(llm, count)
+                    except async_llm.QueueFull as error:
+                        said.append(str(error))
+                        raise
+
+                yield f"{given}: raises", error_of(admit, async_llm.QueueFull)
+                yield f"{given}: unfinished afterwards; who is refused is not counted", llm.num_unfinished
+                yield f"{given}: the message names the limit, {limit}", [str(limit) in text for text in said]
 
 
 class Aborts:
@@ -87,29 +78,25 @@ class Aborts:
 
 
 class TestRemove:
-    @pytest.fixture
-    def loop(self):
+    def removed(self, times: int) -> Values:
+        first = numbers.randint(1, 50)
         mine, other = engine_loop.Call([request_of([1])] * 3), engine_loop.Call([request_of([2])])
-        mine.live = {4: mine.requests[0], 6: mine.requests[2]}  # the second has ended already
-        other.live = {5: other.requests[0]}
-        calls = {4: mine, 5: other, 6: mine}
-        return SimpleNamespace(_calls=calls, _shared=Aborts(), mine=mine, other=other)
+        mine.live = {first: mine.requests[0], first + 2: mine.requests[2]}  # the second has ended already
+        other.live = {first + 1: other.requests[0]}
+        loop = SimpleNamespace(_calls={first: mine, first + 1: other, first + 2: mine}, _shared=Aborts())
+        for _ in range(times):
+            engine_loop.EngineLoop._remove(loop, mine)
+        given = f"a call of requests {first} and {first + 2}, removed {times} times"
+        yield f"{given}: the engine is told of those that run, once each", sorted(loop._shared.ids)
+        yield f"{given}: self._calls knows another call's request alone", sorted(loop._calls)
+        yield f"{given}: call.live is empty afterwards", sorted(mine.live)
+        yield f"{given}: the other call's request runs on", len(other.live)
 
-    def test_what_has_not_ended_is_aborted_and_nothing_else(self, loop):
-        engine_loop.EngineLoop._remove(loop, loop.mine)
-        assert sorted(loop._shared.ids) == [4, 6], "the engine must be told of both requests that run, once each"
+    def test_what_has_not_ended_is_aborted_and_nothing_else(self) -> Values:
+        yield from self.removed(1)
 
-    def test_the_call_is_forgotten_and_the_others_are_not(self, loop):
-        engine_loop.EngineLoop._remove(loop, loop.mine)
-        known = sorted(loop._calls)
-        assert known == [5], f"of requests 4, 5 and 6 only 5 is another call's; self._calls has got {known}"
-        assert loop.mine.live == {}, f"call.live must be empty afterwards, got {sorted(loop.mine.live)}"
-        assert len(loop.other.live) == 1, "the other call's request runs on"
-
-    def test_a_second_time_does_nothing(self, loop):
-        for _ in range(2):
-            engine_loop.EngineLoop._remove(loop, loop.mine)
-        assert len(loop._shared.ids) == 2, f"two requests are aborted once each, got {loop._shared.ids}"
+    def test_a_second_time_does_nothing(self) -> Values:
+        yield from self.removed(2)
 
 
 def race(receive, work) -> object:
@@ -143,14 +130,16 @@ async def at_once() -> dict[str, str]:
 
 
 class TestUnlessGone:
-    def test_the_work_is_done_while_the_client_stays(self):
-        async def work() -> str:
+    def test_the_work_is_done_while_the_client_stays(self) -> Values:
+        value = numbers.randrange(10**6)
+
+        async def work() -> int:
             await asyncio.sleep(0.01)
-            return "done"
+            return value
 
-        assert race(never, work()) == "done"
+        yield f"work that returns {value}", race(never, work())
 
-    def test_a_client_that_goes_ends_the_work_and_it_can_clean_up(self):
+    def test_a_client_that_goes_ends_the_work_and_it_can_clean_up(self) -> Values:
         cleaned: list[str] = []
 
         async def work() -> None:
@@ -164,11 +153,10 @@ class TestUnlessGone:
             await asyncio.sleep(0.01)
             return await at_once()
 
-        with pytest.raises(event_stream.ClientGone):
-            race(later, work())
-        assert cleaned == ["yes"], "wait for the work's end after cancelling it"
+        yield "the client goes: raises", error_of(lambda: race(later, work()), event_stream.ClientGone)
+        yield "wait for the work's end after cancelling it: it has cleaned up", cleaned
 
-    def test_it_waits_without_looking_again_and_again(self):
+    def test_it_waits_without_looking_again_and_again(self) -> Values:
         turns: list[object] = []
 
         async def work() -> None:
@@ -179,22 +167,23 @@ class TestUnlessGone:
             await asyncio.sleep(0.4)
 
         race(never, work())
-        assert len(turns) < 30, f"0.4 s of waiting took {len(turns)} turns of the event loop, a few expected"
+        yield "turns of the event loop in 0.4 s of waiting", Compared(len(turns), most=30)
 
-    def test_the_works_error_is_its_own(self):
+    def test_the_works_error_is_its_own(self) -> Values:
         async def work() -> None:
             raise KeyError("mine")
 
-        with pytest.raises(KeyError, match="mine"):
-            race(never, work())
+        yield "the work raises a KeyError", error_of(lambda: race(never, work()), KeyError)
 
-    def test_an_answer_that_is_complete_counts_although_the_client_went_at_that_moment(self):
-        async def work() -> str:
-            return "done"
+    def test_an_answer_that_is_complete_counts_although_the_client_went_at_that_moment(self) -> Values:
+        value = numbers.randrange(10**6)
 
-        assert race(at_once, work()) == "done"
+        async def work() -> int:
+            return value
 
-    def test_the_work_ends_when_the_race_itself_is_cancelled(self):
+        yield f"work that has returned {value} when the client goes", race(at_once, work())
+
+    def test_the_work_ends_when_the_race_itself_is_cancelled(self) -> Values:
         ended: list[str] = []
 
         async def work() -> None:
@@ -203,29 +192,23 @@ class TestUnlessGone:
             finally:
                 ended.append("yes")
 
-        async def run() -> None:
+        async def run() -> list[object]:
             task = asyncio.create_task(event_stream.unless_gone(never, work()))
             await asyncio.sleep(0.01)
             task.cancel()
             await asyncio.wait({task}, timeout=2)
-            assert task.cancelled(), "when it is cancelled itself, it ends the work and is cancelled, within 2 s"
             left = asyncio.all_tasks() - {asyncio.current_task()}  # here: the loop's own end cancels what is left
-            assert ended == ["yes"], "the work runs on after the race was cancelled"
-            assert all(task.cancelling() for task in left), "a task runs on after the race was cancelled"
+            return [task.cancelled(), list(ended), sum(not task.cancelling() for task in left)]
 
-        asyncio.run(run())
-
-
-class TestBreakIt:
-    def test_your_test_tells_the_broken_server_from_the_reference(self):
-        assert_catches("g")
+        yield "the race is cancelled: it is so within 2 s, the work has ended, tasks that run on", asyncio.run(run())
 
 
 class TestWholeStage:
-    def test_the_tutor_answers_over_http_and_forgets_who_has_left(self):
+    def test_the_tutor_answers_over_http_and_forgets_who_has_left(self) -> Values:
         llm = LLM("tutor", device="cpu", max_num_seqs=2, num_kvcache_blocks=128)
         question = {"prompt": "What is a KV cache?", "temperature": 0, "max_tokens": 12}
         [expected] = llm.generate([question["prompt"]], SamplingParams(temperature=0, max_tokens=12), False)
+        yield "the engine's own answer", expected["text"]
         ready: list[tuple] = []
         options = {"host": "127.0.0.1", "port": 0, "model": "tutor", "max_queue": 1}
         server = threading.Thread(
@@ -233,23 +216,24 @@ class TestWholeStage:
         )
         server.start()
         wait_until(lambda: ready and ready[0][0].started)
-        url = f"http://127.0.0.1:{ready[0][1]}/v1/completions"
+        url, found = f"http://127.0.0.1:{ready[0][1]}/v1/completions", []
         try:
-            body = httpx.post(url, json=question | {"stream": True}, timeout=60).text
-            *messages, done = read_events(body)
+            *messages, done = read_events(httpx.post(url, json=question | {"stream": True}, timeout=60).text)
             text = "".join(json.loads(message)["choices"][0]["text"] for message in messages)
-            assert (text, len(messages), done) == (expected["text"], 12, "[DONE]")
+            found.append(("streamed: text, events, and the last one", [text, len(messages), done]))
             endless = question | {"stream": True, "max_tokens": 4000, "ignore_eos": True, "n": 3}
             with httpx.stream("POST", url, json=endless, timeout=60) as response:
                 lines = response.iter_lines()
                 next(lines)
-                assert httpx.post(url, json=question, timeout=60).status_code == 429
+                found.append(("the queue is full: the status", httpx.post(url, json=question, timeout=60).status_code))
             wait_until(lambda: not llm.calls.has_unfinished())
-            assert httpx.post(url, json=question, timeout=60).json()["choices"][0]["text"] == expected["text"]
+            again = httpx.post(url, json=question, timeout=60).json()["choices"][0]["text"]
+            found.append(("when the client has gone, the next one's text", again))
         finally:
             ready[0][0].handle_exit(15, None)
             server.join(60)
-        assert llm.calls.stats()["num_used_blocks"] == 0
+        yield from found
+        yield "blocks in use at the end", llm.calls.stats()["num_used_blocks"]
 
 
 def wait_until(happens, seconds: float = 30.0) -> None:

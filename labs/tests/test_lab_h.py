@@ -1,150 +1,116 @@
-"""Judges lab H. No GPU is needed: the kernel runs in Triton's interpreter."""
+"""Drives lab H. No GPU is needed: the kernel runs in Triton's interpreter."""
 
 from __future__ import annotations
 
-import pytest
+from unittest.mock import patch
+
 import torch
 
 import beyond.quantization.formats as formats
 from beyond.quantization import LLM, product_kernels, products
 from beyond.quantization.attention.reference import QuantizedReferenceAttention
 from beyond.quantization.formats import Quantized
+from labs.driving import close, near, numbers
+from labs.tests.support import Values, some
 from stage_a_naive.sampling import SamplingParams
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 LARGEST = {INT8: 127.0, FP8: 448.0}
 
 
-def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition."""
-    scales = x.float().abs().amax(-1) / LARGEST[dtype]
-    scales = scales.masked_fill(scales == 0, 1.0)
-    scaled = x.float() / scales[..., None]
-    return (scaled.round() if dtype == INT8 else scaled).to(dtype), scales
-
-
 def random_matrix(rows: int, columns: int, group: int | None = None) -> Quantized:
-    torch.manual_seed(rows)
     groups = 1 if group is None else -(-columns // group)
     return Quantized(torch.randint(-127, 128, (rows, columns), dtype=INT8), torch.rand(rows, groups) + 0.5)
 
 
-def dequantized(weight: Quantized, group: int | None) -> torch.Tensor:
-    scales = weight.scales.double().repeat_interleave(group or weight.values.shape[1], 1)[:, : weight.values.shape[1]]
-    return weight.values.double() * scales
-
-
 class TestQuantizeRows:
-    @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
-    def test_every_row_has_its_own_scale(self, dtype):
-        torch.manual_seed(0)
-        x = torch.randn(3, 5, 33) * torch.rand(3, 5, 1) * 10
+    def found(self, given: str, x: torch.Tensor, dtype: torch.dtype) -> Values:
         values, scales = formats.quantize_rows(x, dtype)
-        expected, expected_scales = quantized(x, dtype)
-        assert values.dtype == dtype and values.shape == x.shape, f"values: {values.dtype} {list(values.shape)}"
-        assert scales.dtype == torch.float32 and scales.shape == (3, 5), f"scales: {scales.dtype} {list(scales.shape)}"
-        assert torch.allclose(scales, expected_scales), "the largest number of a row is the format's largest value"
-        assert torch.equal(values.float(), expected.float()), "values are rounded to the nearest"
+        yield f"{given}: scales, the largest number of a row over the format's largest value", close(scales, 0, 1e-5)
+        yield f"{given}: values, rounded to the nearest", values
 
-    def test_ties_go_to_even(self):
+    def test_every_row_has_its_own_scale(self) -> Values:
+        for dtype in (INT8, FP8):
+            for shape in ([3, 5, 33], some(3, 1, 9)):
+                x = torch.randn(shape) * torch.rand(*shape[:-1], 1) * 10 ** numbers.uniform(-4, 4)
+                yield from self.found(f"{dtype}, {shape}", x, dtype)
+
+    def test_ties_go_to_even(self) -> Values:
         x = torch.tensor([[127.0, 0.5, 1.5, -2.5, 126.4]])
-        assert formats.quantize_rows(x, INT8)[0].tolist() == [[127, 0, 2, -2, 126]], "a half goes to the even neighbour"
+        yield from self.found("127, 0.5, 1.5, -2.5, 126.4: a half goes to the even neighbour", x, INT8)
 
-    @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
-    def test_a_row_of_zeros_has_the_scale_1(self, dtype):
-        values, scales = formats.quantize_rows(torch.zeros(2, 4), dtype)
-        assert scales.tolist() == [1.0, 1.0], "two rows of zeros: the scale of each is 1"
-        assert not values.float().any(), f"a row of zeros is stored as zeros, got {values.float().tolist()}"
+    def test_a_row_of_zeros_has_the_scale_1(self) -> Values:
+        for dtype in (INT8, FP8):
+            yield from self.found(f"{dtype}, two rows of zeros: the scale of each is 1", torch.zeros(2, 4), dtype)
 
-    def test_bfloat16_is_quantised_in_float32(self):
-        torch.manual_seed(1)
-        x = torch.randn(8, 64).bfloat16()
-        same = torch.equal(formats.quantize_rows(x, INT8)[0], quantized(x, INT8)[0])
-        assert same, "numbers in bfloat16 become float32 before anything is computed with them"
+    def test_bfloat16_is_quantised_in_float32(self) -> Values:
+        yield from self.found(
+            "bfloat16 becomes float32 before anything is computed", torch.randn(8, 64).bfloat16(), INT8
+        )
 
 
 class TestDequantizeMatrix:
-    @pytest.mark.parametrize(("columns", "group"), [(40, None), (40, 8), (43, 8), (5, 8)])
-    def test_it_is_value_times_scale(self, columns, group):
-        weight = random_matrix(6, columns, group)
-        found = formats.dequantize_matrix(weight, torch.float32, group)
-        assert found.shape == (6, columns), f"[6, {columns}] expected, got {list(found.shape)}"
-        assert torch.allclose(found.double(), dequantized(weight, group)), f"{columns} columns in groups of {group}"
+    def test_it_is_value_times_scale(self) -> Values:
+        random = numbers.randint(20, 90), numbers.randint(3, 40)
+        for columns, group in ((40, None), (40, 8), (43, 8), (5, 8), random):
+            found = formats.dequantize_matrix(random_matrix(6, columns, group), torch.float32, group)
+            yield f"{columns} columns in groups of {group}", close(found, 1e-5, 1e-5)
 
-    def test_it_is_rounded_once(self):
-        weight = random_matrix(6, 40)
-        found = formats.dequantize_matrix(weight, torch.bfloat16)
-        assert torch.equal(found, (weight.values.float() * weight.scales).bfloat16()), "multiply in float32, then round"
+    def test_it_is_rounded_once(self) -> Values:
+        found = formats.dequantize_matrix(random_matrix(6, 40), torch.bfloat16)
+        yield "multiply in float32, then round to bfloat16", found
 
-    def test_fp8_can_be_read_too(self):
+    def test_fp8_can_be_read_too(self) -> Values:
         weight = Quantized(torch.tensor([[448.0, -1.5]]).to(FP8), torch.tensor([[0.5]]))
-        assert formats.dequantize_matrix(weight, torch.float32).tolist() == [[224.0, -0.75]]
+        yield "448 and -1.5 in FP8 with the scale 0.5", formats.dequantize_matrix(weight, torch.float32)
 
 
 class TestErrorBound:
-    @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
-    def test_no_number_is_further_off_and_some_come_near(self, dtype):
-        torch.manual_seed(0)
-        x = torch.rand(16, 4096) * torch.rand(16, 1)
-        values, scales = quantized(x, dtype)
-        bound = formats.error_bound(Quantized(values, scales[:, None]))
-        worst = (values.float() * scales[:, None] - x).abs().amax(1, keepdim=True)
-        assert bound.shape == (16, 1), f"one bound per scale: [16, 1] expected, got {list(bound.shape)}"
-        assert (worst <= bound * 1.0001).all(), "a number is further off than the bound"
-        assert (worst >= bound * 0.98).all(), "the bound is larger than it need be"
+    def test_no_number_is_further_off_and_some_come_near(self) -> Values:
+        for dtype in (INT8, FP8):
+            scales = torch.rand(16, 1) / LARGEST[dtype]
+            values = (torch.rand(16, 4096) * LARGEST[dtype]).to(dtype)
+            bound = formats.error_bound(Quantized(values, scales))
+            yield f"{dtype}: half of the largest step between neighbours, one bound per scale", close(bound, 0, 0.01)
 
 
 class TestStore:
-    @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
-    def test_every_head_of_every_token_goes_into_its_slot(self, dtype):
-        torch.manual_seed(0)
-        slots = torch.tensor([5, -1, 0, 11, -1])
-        key, value = torch.randn(2, 5, 3, 8) * torch.rand(2, 5, 3, 1)
-        caches = [Quantized(torch.full((4, 3, 3, 8), 7.0).to(dtype), torch.full((4, 3, 3), 7.0)) for _ in "kv"]
-        QuantizedReferenceAttention(torch.device("cpu")).store(key, value, *caches, slots)
-        for cache, rows in zip(caches, (key, value), strict=True):
-            values, scales = quantized(rows, dtype)
-            for slot in range(12):
-                block, offset = divmod(slot, 3)
-                found = cache.values[block, offset].float(), cache.scales[block, :, offset]
-                if slot in slots:
-                    token = slots.tolist().index(slot)
-                    assert torch.equal(found[0], values[token].float()), f"the values of slot {slot}"
-                    assert torch.allclose(found[1], scales[token]), f"the scales of slot {slot}, [kv_heads]"
-                else:
-                    assert (found[0] == 7.0).all() and (found[1] == 7.0).all(), f"slot {slot} belongs to no token"
+    def test_every_head_of_every_token_goes_into_its_slot(self) -> Values:
+        for dtype in (INT8, FP8):
+            slots = torch.tensor([numbers.choice((5, 6)), -1, 0, 11, -1])
+            key, value = torch.randn(2, 5, 3, 8) * torch.rand(2, 5, 3, 1)
+            caches = [Quantized(torch.full((4, 3, 3, 8), 7.0).to(dtype), torch.full((4, 3, 3), 7.0)) for _ in "kv"]
+            QuantizedReferenceAttention(torch.device("cpu")).store(key, value, *caches, slots)
+            for cache, name in zip(caches, ("keys", "values"), strict=True):
+                given = f"{dtype}, slots {slots.tolist()} of 4 blocks of 3; 7 where no token belongs: {name}"
+                yield f"{given}, [blocks, 3, heads, head_dim]", cache.values
+                yield f"{given}, the scales, [blocks, heads, 3]", close(cache.scales, 0, 1e-5)
 
 
 class TestInnerLoop:
-    @pytest.fixture(autouse=True)
-    def alone(self, monkeypatch):
-        """Without the same product in slices, which is given."""
-        monkeypatch.setattr(product_kernels, "sliced_product", None)
+    """Without the same product in slices, which is given."""
 
-    @pytest.mark.parametrize("group", [None, 128])
-    @pytest.mark.parametrize(("tokens", "columns", "rows"), [(1, 256, 32), (5, 200, 40), (3, 40, 20)])
-    def test_it_is_the_product_with_the_dequantised_matrix(self, tokens, columns, rows, group):
-        weight, x = random_matrix(rows, columns, group), torch.randn(tokens, columns)
-        found = products.product(x, weight)
-        expected = x.double() @ dequantized(weight, group).t()
-        error = ((found.double() - expected).norm() / expected.norm()).item()
-        assert error < 1e-5, f"{tokens} tokens, {rows} × {columns}, groups of {group}: relative error {error:.1e}"
+    def test_it_is_the_product_with_the_dequantised_matrix(self) -> Values:
+        for group in (None, 128):
+            for tokens, columns, rows in ((1, 256, 32), (5, 200, 40), (3, 40, 20)):
+                weight, x = random_matrix(rows, columns, group), torch.randn(tokens, columns)
+                with patch.object(product_kernels, "sliced_product", None):
+                    found = products.product(x, weight)
+                yield f"{tokens} tokens, {rows} × {columns}, groups of {group}", near(found, 1e-5)
 
-    def test_a_part_of_the_columns_is_added_up_for_split_k(self):
+    def test_a_part_of_the_columns_is_added_up_for_split_k(self) -> Values:
         weight, x = random_matrix(20, 300), torch.randn(2, 300)
         residual, counters = torch.zeros(2, 20), torch.zeros(64, dtype=torch.int32)
-        products.product_add(x, weight, residual, None, counters, products.Tiles(16, 32, 4, 2, splits=4))
-        expected = x.double() @ dequantized(weight, None).t()
-        assert torch.allclose(residual.double(), expected, rtol=1e-4, atol=1e-3), "begin at column `first`"
+        with patch.object(product_kernels, "sliced_product", None):
+            products.product_add(x, weight, residual, None, counters, products.Tiles(16, 32, 4, 2, splits=4))
+        yield "four parts of the columns: begin at column `first`", near(residual, 1e-5)
 
 
 class TestWholeStage:
-    def test_the_tutor_answers_in_8_bits_as_it_does_in_float32(self):
+    def test_the_tutor_answers_in_8_bits_as_it_does_in_float32(self) -> Values:
         chat = [{"role": "user", "content": "What is a KV cache?"}]
         params = SamplingParams(temperature=0.0, max_tokens=16)
-        answers = []
         for options in ({}, {"quantization": "int8", "kv_cache_dtype": "int8"}):
             llm = LLM("tutor", device="cpu", num_kvcache_blocks=32, **options)
-            answers.append(llm.chat(chat, params, False)[0]["token_ids"])
+            yield f"with {options}: tokens", llm.chat(chat, params, False)[0]["token_ids"]
             llm.close()
-        assert answers[0] == answers[1]

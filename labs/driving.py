@@ -1,0 +1,165 @@
+"""Run the drivers of a lab, `labs/tests/test_lab_x.py`, beside an answer, and send what they find.
+
+A driver makes inputs, calls an exercise and yields labelled values. It knows no expected value: the judge runs the same
+driver on the reference elsewhere and compares (`values.py`). So nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+
+Send = Callable[[dict[str, object]], object]
+numbers = random.Random(0)  # of the driver that runs: the same for the same seed and test
+MOST_FRAMES = 30
+
+
+class Skip(Exception):
+    """This machine cannot run the driver, such as one without a compiler."""
+
+
+class Compared:
+    """A value with the way in which it is compared.
+
+    Args:
+        value: what came.
+        how: `atol` and `rtol` of its numbers; or `error`, the relative error of a whole tensor; or `least` and `most`,
+            the limits in which it may be; or `unsaid`, if no reason may give it away.
+    """
+
+    def __init__(self, value: object, **how: float) -> None:
+        self.value, self.how = value, how
+
+
+def close(value: object, atol: float = 1e-4, rtol: float = 1e-4) -> Compared:
+    """A value of which every number may differ by `atol + rtol * |expected|`."""
+    return Compared(value, atol=atol, rtol=rtol)
+
+
+def unsaid(value: object) -> Compared:
+    """A value that a reason does not give away."""
+    return Compared(value, unsaid=1)
+
+
+def near(value: torch.Tensor, error: float) -> Compared:
+    """A tensor whose relative error, of all of it together, is at most `error`."""
+    return Compared(value, error=error)
+
+
+def error_of(call: Callable[[], object], *expected: type[BaseException]) -> str:
+    """The name of the expected error that a call raises; "" if it raises none. Other errors go on."""
+    try:
+        call()
+    except expected as error:
+        return next(kind.__name__ for kind in expected if isinstance(error, kind))
+    return ""
+
+
+def plain(value: object) -> object:
+    """A value as JSON can say it: numbers, texts, lists, and tensors as their dtype, shape and numbers."""
+    if isinstance(value, torch.Tensor):
+        kept = value.detach().cpu()
+        array = (
+            kept.numpy()
+            if kept.dtype in (torch.bool, torch.float64)
+            else (kept.float().numpy() if kept.is_floating_point() else kept.long().numpy())
+        )
+        return {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(kept.shape),
+            "values": array.ravel().tolist(),
+        }
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "shape": list(value.shape), "values": value.ravel().tolist()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if (
+        isinstance(value, (bytes, torch.dtype))
+        or value is not None
+        and not isinstance(value, (bool, int, float, str, list, tuple, dict, set, frozenset, range))
+    ):
+        return str(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(plain, value))
+    if isinstance(value, dict):
+        return [[plain(key), plain(item)] for key, item in value.items()]
+    if isinstance(value, (list, tuple, range)):
+        return [plain(item) for item in value]
+    return value
+
+
+def tests_of(module: ModuleType, classes: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Iterator]]]:
+    """The tests of some classes, in the order in which they are written, each with its name."""
+    for name in classes:
+        cls = getattr(module, name)
+        for test in [name for name in vars(cls) if name.startswith("test_")]:
+            yield test, lambda cls=cls, test=test: getattr(cls(), test)()
+
+
+def run(module: ModuleType, classes: tuple[str, ...], seed: int, send: Send) -> None:
+    """Run tests; a test that fails does not keep the others from running."""
+    for name, test in tests_of(module, classes):
+        send({"test": name})
+        numbers.seed(f"{seed} {name}")
+        torch.manual_seed(numbers.randrange(2**31))
+        begin = time.perf_counter()
+        try:
+            found = test()
+            for label, value in found if inspect.isgenerator(found) else ():
+                how = value.how if isinstance(value, Compared) else {}
+                send({"label": label, "value": plain(value.value if how else value), "how": how})
+        except Skip as reason:
+            send({"skip": str(reason)})
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # it has printed more than it may
+                traceback.print_exc()
+            send({"error": text_of(error), "frames": frames_of(error)})
+        send({"seconds": time.perf_counter() - begin})
+
+
+def text_of(error: BaseException) -> str:
+    """One line about an error; what a driver asserts speaks for itself."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0] if isinstance(error, AssertionError) and lines[0] else f"{type(error).__name__}: {lines[0]}"
+
+
+def frames_of(error: BaseException) -> list[list[object]]:
+    """Where an error passed through this tree, as file and line, the innermost first."""
+    root = Path(__file__).resolve().parent.parent
+    found = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(root):
+            found.append([str(file.relative_to(root)), line])
+    return found[::-1][:MOST_FRAMES]
+
+
+def run_pytest(file: Path, send: Send) -> None:
+    """Run a learner's test file; sends whether it passed, and the first error."""
+    import pytest
+
+    class First:
+        """Keeps the first error."""
+
+        said = ""
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.failed and not self.said:
+                lines = str(report.longrepr).splitlines()
+                self.said = next((line[2:].strip() for line in lines if line.startswith("E ")), lines[-1])
+
+    first = First()
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-c", "/dev/null", "--tb=short", "--import-mode=importlib"]
+    code = int(pytest.main([*options, f"--rootdir={file.parent}", str(file)], plugins=[first]))
+    sys.stdout.flush()
+    send({"passed": code == 0, "error": first.said or f"no test ran (pytest's status is {code})" * bool(code)})

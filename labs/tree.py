@@ -1,0 +1,110 @@
+"""Write the folder in which an answer runs: the stages, the drivers, and in the place of one function the learner's.
+
+The folder is all that the answer's process imports. The reference's body of the judged function is not in it, nor is
+any expected value.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from labs import bodies, no_triton
+from labs.exercises import LABS, ROOT, STAGES, Exercise, Lab, all_exercises
+from labs.submission import Answer, Unusable, read_answer
+
+IGNORED = shutil.ignore_patterns("*.png", "work", "pack", "templates", "notebooks", "break_it", "values", "slides")
+
+
+class Place(NamedTuple):
+    """An answer's lines in the folder: `first` to `last` of `file`, and what to add for the learner's line."""
+
+    file: str
+    first: int
+    last: int
+    shift: int
+    shown: str
+
+
+def write(lab: Lab, folder: Path, answers: Iterable[Answer] = ()) -> list[Place]:
+    """Write what a lab needs, with the bodies of these answers; returns where they are."""
+    top = lab.package.split(".")[0]
+    later = STAGES[STAGES.index(top) + 1 :]
+    for name in (*(stage for stage in STAGES if stage not in later), "csrc", "docs", "labs"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=IGNORED, copy_function=_copy)
+    shutil.copy(ROOT / "pyproject.toml", folder)  # the version
+    (folder / "models").symlink_to(ROOT / "models")
+    return [
+        put(answer, folder / answer.exercise.path) for answer in answers if (folder / answer.exercise.path).exists()
+    ]
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file; a lesson, which may show an answer, becomes an empty one."""
+    if source.endswith(".md"):
+        Path(target).touch()
+    else:
+        shutil.copy2(source, target)
+
+
+def put(answer: Answer, file: Path) -> Place:
+    """Put an answer's body in the place of the one in a file."""
+    exercise = answer.exercise
+    text = file.read_text(encoding="utf-8")
+    span = bodies.find(text, exercise.name, exercise.path)
+    before, body, after = text[: span.body_start], answer.body, text[span.body_end :]
+    first = before.count("\n") + 1
+    if not exercise.is_python:  # the compiler's errors name the learner's file
+        line = text.count("\n", 0, span.body_end) + 1
+        body = f'\n#line {answer.body_line} "{exercise.path}"\n{body}\n#line {line} "given/{exercise.path}"\n'
+    elif not body.startswith(span.indent):
+        body = textwrap.indent(textwrap.dedent(body), span.indent)
+    file.write_text(before + body + after, encoding="utf-8")
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+        compiled.unlink()  # of the reference
+    shown = str(exercise.copy_in(Path()))
+    return Place(exercise.path, first, first + body.count("\n"), answer.body_line - first, shown)
+
+
+def answers_for(lab: Lab, judged: list[Exercise], work: Path | None) -> list[Answer]:
+    """The learner's answers: those to judge, and what the reference lacks, as that of a student edition does.
+
+    Raises:
+        Unusable: one that is judged is missing.
+    """
+    found = []
+    for exercise in judged if work else ():
+        answer = read_answer(exercise, work)
+        if answer is None:
+            raise Unusable(f"{exercise.id} is missing: the whole stage needs all functions of the lab")
+        found.append(answer)
+    return [*others(lab, judged, work), *found]
+
+
+def others(lab: Lab, judged: list[Exercise], work: Path | None) -> list[Answer]:
+    """The learner's answers to other exercises, as far as the reference has none."""
+    found = []
+    for exercise in all_exercises() if work else ():
+        left_out = exercise not in judged and not exercise.is_break_it and is_left_out(exercise)
+        if left_out and (exercise.is_python or exercise.lab == lab.letter):
+            if no_triton.needs(exercise) and no_triton.is_missing():
+                continue
+            try:
+                answer = read_answer(exercise, work)
+            except Unusable:
+                continue
+            found += [answer] if answer else []
+    return found
+
+
+def is_left_out(exercise: Exercise) -> bool:
+    """Whether this repository has the starter in the place of the reference."""
+    return exercise.reference.is_file() and exercise.message in exercise.reference.read_text(encoding="utf-8")
+
+
+def drivers_of(letter: str) -> Path:
+    return LABS / "tests" / f"test_lab_{letter}.py"
