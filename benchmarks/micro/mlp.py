@@ -2,8 +2,7 @@
 
 For a few tokens bandwidth is the limit: the block's weights must be read once, and nothing else is large. A sample
 is a CUDA graph of one call per layer, each with different weights and the output of the call before as input, as in a
-    model: the
-weights of all layers are many times the L2 cache.
+model: the weights of all layers are many times the L2 cache.
 """
 
 from __future__ import annotations

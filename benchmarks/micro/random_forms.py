@@ -1,9 +1,8 @@
 """Grammar libraries on random constraints: what they refuse, what they get wrong, and the time per token.
 
 Each constraint is a random JSON schema, regular expression or grammar, and gets random answers: at every token one of
-    those
-that the library allows. An answer that has ended is read by another program (`beyond/structured/answers.py`). One that
-fails is wrong: the library has allowed what its constraint forbids. *The engine* is llguidance with the checks on
+those that the library allows. An answer that has ended is read by another program (`beyond/structured/answers.py`). One
+that fails is wrong: the library has allowed what its constraint forbids. *The engine* is llguidance with the checks on
 arrival of `beyond/structured`; there a wrong answer ends as its request's error.
 
     pip install xgrammar==0.2.8                 # no dependency of the course; without it, its rows are left out
