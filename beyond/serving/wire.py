@@ -1,8 +1,8 @@
 """Messages between the engine's process and the HTTP process: one per step, cheap to write.
 
 Nearly every event of a step is one token with its text. Such an event is a plain tuple of three, which `pickle` writes
-in a small part of a microsecond. Rare events may cost more: ends, errors, log-probabilities. Commands of the same moment
-share a message, too.
+in a small part of a microsecond. Rare events may cost more: ends, errors, log-probabilities. Commands of the same
+moment share a message, too.
 
 The two processes are one program, connected by two pipes that nobody else can open. Data from clients is never
 unpickled. Every message begins with its length in four bytes, as in `multiprocessing`. The engine's process uses that
