@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 
+from benchmarks.micro import expert_ranks
 from beyond.experts.parallel import check_expert_parallel
 from beyond.options import Options
 from beyond.quantization.floor import QuantizedBytes
@@ -288,6 +289,26 @@ def test_the_floor_of_one_request_counts_the_experts_of_one_token() -> None:
     options = QuantizationOptions(quantization="int8")
     eight = QuantizedBytes(ModelBytes(preset_config("qwen3-30b-a3b"), 2), options).weight_bytes
     assert 0.55 < eight / found.weight_bytes < 0.57, "the head and the routers stay in 16 bits"
+
+
+@pytest.mark.fast
+def test_copies_of_popular_experts_are_on_different_ranks_and_even_out_the_load() -> None:
+    popularity = 1 / torch.arange(1.0, 129)
+    before, after = (expert_ranks.placed(popularity, copies) for copies in (0, 16))
+    assert (before.sum(0) == 1).all() and (before.sum(1) == 16).all()
+    assert (after.sum(1) == 18).all() and after.sum(0)[0] == 8 and (after.sum(0) >= 1).all()
+    slowest = [(popularity / holds.sum(0) * holds).sum(1).max() for holds in (before, after)]
+    mean = popularity.sum() / expert_ranks.BALANCED
+    assert slowest[0] > 1.4 * mean and slowest[1] < 1.02 * mean
+
+
+@pytest.mark.fast
+def test_rows_that_other_ranks_need_are_as_many_as_the_formula_says() -> None:
+    rank_of = torch.arange(128) // 8  # 16 ranks
+    chosen = expert_ranks.choose(4000, 0.0, 0)
+    needs = torch.zeros(4000, 16).scatter_(1, rank_of[chosen], 1.0)
+    assert needs.mean().item() == pytest.approx(expert_ranks.needed(16), rel=0.01)
+    assert expert_ranks.needed(1) == 1
 
 
 @pytest.mark.gpu
