@@ -49,7 +49,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 class Choice(NamedTuple):
-    """The experts of every token, largest weight first. Padding rows have none: -1."""
+    """The experts of every token, largest weight first. -1: none, as for padding rows, or one of another rank."""
 
     weights: Tensor  # float32 [tokens, per_token]
     chosen: Tensor  # int32 [tokens, per_token]
@@ -282,7 +282,7 @@ def run_experts(
     """Add the outputs of the chosen experts to `residual`, in place; arguments as above."""
     groups = None
     if len(x) > few_tokens:
-        groups = group(choice.chosen, experts.count, block_rows(len(x), experts), pdl)
+        groups = group(choice.chosen, len(experts.held), block_rows(len(x), experts), pdl)
     activated = gate_up_silu(x, choice.chosen, groups, gate_up, experts, pdl=pdl)
     return down_add(activated, choice, groups, down, experts, residual, pdl=pdl)
 
