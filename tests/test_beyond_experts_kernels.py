@@ -202,14 +202,14 @@ def test_compiled_for_hopper_the_weights_are_loaded_ahead_and_nothing_is_spilled
     types |= dict.fromkeys(("chosen", "experts", "order"), "*i32") | {"weight": stored}
     shared = {"GROUP": group, "PDL": True, "PRECISION": "tf32"} | ({"scales": None} if stored == "*bf16" else {})
     up, down = {"SIZE": 2048, "INTERMEDIATE": 768, "PER_TOKEN": 8}, {"SIZE": 768, "OUT_SIZE": 2048}
-    for kernel, block, sizes in (
-        (gate_up_silu_kernel, 16, up | {"GROUPED": False}),
-        (down_add_kernel, 16, down | {"PER_TOKEN": 8, "PER_TOKEN_PAD": 8}),
-        (gate_up_silu_kernel, 128, up | {"GROUPED": True}),
-        (down_kernel, 128, down),
+    for kernel, block, few, sizes in (
+        (gate_up_silu_kernel, 16, 1, up | {"GROUPED": False}),
+        (down_add_kernel, 16, 1, down | {"PER_TOKEN": 8, "PER_TOKEN_PAD": 8}),
+        (down_add_kernel, 16, 8, down | {"PER_TOKEN": 8, "PER_TOKEN_PAD": 8}),
+        (gate_up_silu_kernel, 128, None, up | {"GROUPED": True}),
+        (down_kernel, 128, None, down),
     ):
-        is_gate_up, grouped = kernel is gate_up_silu_kernel, kernel is down_kernel or sizes.get("GROUPED", False)
-        tiles = choose_tiles(block, grouped, torch.bfloat16, dtypes[stored], is_gate_up)
+        tiles = choose_tiles(block, few, torch.bfloat16, dtypes[stored], kernel is gate_up_silu_kernel)
         rows = tiles.rows // 8 if kernel is down_add_kernel else tiles.rows
         constants = shared | sizes | {"BLOCK_M": block, "BLOCK_N": rows, "BLOCK_K": group or tiles.columns}
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}

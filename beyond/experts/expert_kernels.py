@@ -30,10 +30,13 @@ def choose(
     SUM_TO_ONE: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):
-    """Write the experts of the largest softmax of `scores [tokens, COUNT_PAD]`, and their weights; -1 for padding."""
+    """Write the experts of the largest softmax of `scores [tokens, COUNT]`, and their weights; -1 for padding."""
     expert = tl.arange(0, COUNT_PAD)[None, :]
-    scores = tl.where(expert < COUNT, scores, float("-inf"))
-    p = tl.exp(scores - tl.max(scores, 1)[:, None])
+    inside = token_inside[:, None] & (expert < COUNT)
+    # Past the L1 cache: other programs of the same launch may have written them.
+    found = tl.load(scores + token[:, None] * COUNT + expert, mask=inside, other=0.0, cache_modifier=".cg")
+    found = tl.where(expert < COUNT, found.to(tl.float32), float("-inf"))
+    p = tl.exp(found - tl.max(found, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
     position = tl.arange(0, PER_TOKEN_PAD)[None, :]
     best = tl.zeros([token.shape[0], PER_TOKEN_PAD], tl.float32)
@@ -72,14 +75,11 @@ def choose_kernel(
     """Choose the experts of BLOCK_M tokens from the router's scores."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
-    expert = tl.arange(0, COUNT_PAD)
     is_real = tl.load(slots + token, mask=token_inside, other=-1) >= 0
     start_next(PDL)
     wait_for_previous(PDL)
-    address = scores + token[:, None] * COUNT + expert[None, :]
-    found = tl.load(address, mask=token_inside[:, None] & (expert < COUNT)[None, :], other=0.0).to(tl.float32)
     choose(
-        found,
+        scores,
         is_real,
         token,
         token_inside,
@@ -159,12 +159,8 @@ def norm_route_kernel(
     counter = arrival_counters + tl.program_id(1)
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(counter, 0)  # ready for the next launch
-        expert = tl.arange(0, COUNT_PAD)
-        address = scores + token[:, None] * COUNT + expert[None, :]
-        inside = token_inside[:, None] & (expert < COUNT)[None, :]
-        found = tl.load(address, mask=inside, other=0.0, cache_modifier=".cg")
         choose(
-            found,
+            scores,
             is_real,
             token,
             token_inside,

@@ -13,14 +13,12 @@ Checkpoints store the matrices of the experts in three forms:
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
+from stage_a_naive.checkpoints.tensor_source import LazyTensor, TensorSource
 from stage_a_naive.contract.errors import ModelError, shown
-
-if TYPE_CHECKING:
-    from stage_a_naive.checkpoints.checkpoint import LazyTensor, TensorSource
 
 ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 ONE = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stage_a_naive.checkpoints.checkpoint import LazyTensor
+from stage_a_naive.checkpoints.tensor_source import LazyTensor
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import Embedding

@@ -12,12 +12,6 @@ from stage_a_naive.contract.errors import ModelError
 MODEL = "random:qwen3-moe-tiny"  # 4 of 16 experts per token
 LONGER = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 OTHERS = ("random:qwen2-moe-tiny", "random:mixtral-tiny")
-VARIANTS = {
-    "small blocks": {"kvcache_block_size": 4},
-    "prompts in pieces": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "a pool for two": {"num_kvcache_blocks": 20, "kvcache_block_size": 4},
-    "eager": {"enforce_eager": True},
-}
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +35,6 @@ def test_every_engine_gives_stage_as_tokens_with_and_without_a_cached_prefix(eng
 def test_the_other_families_give_stage_as_tokens_too(engine, model: str) -> None:
     with engine.made(model, seed=3) as llm:
         assert ask(llm, PROMPTS) == one_by_one(NaiveLLM(model, device="cpu", seed=3))
-
-
-@pytest.mark.needs("experts", "pool", "one process", "exact")
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_no_option_of_memory_or_of_steps_changes_a_token(engine, right, options: dict) -> None:
-    with engine.made(MODEL, **options) as llm:
-        for _ in range(2):
-            assert ask(llm, PROMPTS, LONGER) == right
-        if options is VARIANTS["a pool for two"] and "side by side" in engine.has:
-            assert llm.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
-        assert held(llm) == NOTHING
 
 
 def test_an_engine_without_experts_names_the_one_that_has_them(engine) -> None:
