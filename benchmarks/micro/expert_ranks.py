@@ -13,7 +13,7 @@ read and send is counted. The assumptions:
 - A rank reads an expert once per step, if a token chose it. A step lasts as long as its slowest rank.
 - Router: a token's experts are sampled one after another, without repetition; the expert that is the i-th most popular
   has a probability in proportion to `1 / i ** zipf`. 0 is a router without preferences.
-- Without copies, experts lie on the ranks in a random order. With copies, the popularity of every expert is known. The
+- Without copies, experts are given to the ranks in a random order. With copies, the popularity of every expert is known. The
   expert with the most rows per copy gets the next copy; then the experts are placed, those with most rows per copy
   first, each on the rank with the least load that has room and lacks it. The copies of an expert share its rows evenly.
 """
@@ -153,7 +153,7 @@ def touched_by_rank(step: Tensor, rank_of: Tensor, ranks: int) -> Tensor:
 
 
 def placed(popularity: Tensor, copies: int, ranks: int = BALANCED) -> Tensor:
-    """Which ranks hold which experts, `[ranks, experts]` of 0 and 1, with so many copies more than experts."""
+    """Which ranks hold which experts, `[ranks, experts]` of 0 and 1, with this many copies more than experts."""
     count = torch.ones(len(popularity))
     for _ in range(copies):
         most = torch.where(count < ranks, popularity / count, -1.0).argmax()
