@@ -95,8 +95,8 @@ class Job:
         """Build one rank's share of the engine. The KV pool has as many blocks as fit on every rank.
 
         Args:
-            workers: rank 0's handle on the others; None on the others.             batch: makes the builder of inputs,
-                on rank 0.
+            workers: rank 0's handle on the others; None on the others.
+            batch: makes the builder of inputs, on rank 0.
         """
         options = self.options_class(**self.options)
         device = self.own_device(rendezvous)
@@ -171,8 +171,8 @@ def build_ranks(
 
     Args:
         job: describes what every rank builds.
-        config: the whole model's shape.         build_worker: a module-level function, which a worker calls with the
-            encoded job.
+        config: the whole model's shape.
+        build_worker: a module-level function, which a worker calls with the encoded job.
         batch: makes rank 0's builder of inputs.
 
     Raises:

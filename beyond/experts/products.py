@@ -308,8 +308,7 @@ def choose_tiles(block: int, few: int | None, dtype: torch.dtype, stored: torch.
         columns = GROUP_SIZE  # a group of scales
     if block >= 64:
         return Tiles(64 if is_gate_up else 128, columns, warps=8, stages=3)
-    # H200, Qwen3-30B-A3B: with 16 rows and 6 stages, gate and up of one token took 16.0 us instead of 14.7, and down
-    # with 6 stages 9.2 instead of 8.0; for eight tokens 93.6 instead of 89.0, and 52.5 instead of 45.9.
+    # The fastest of a sweep on an H200, for Qwen3-30B-A3B (`python -m benchmarks.micro experts part=tiles`).
     if few is not None:
         return Tiles(32, columns, stages=3) if is_gate_up else Tiles(64, columns, stages=5 if few == 1 else 3)
     return Tiles(32 if is_gate_up else 64, columns, stages=4)

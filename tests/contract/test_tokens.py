@@ -85,20 +85,24 @@ def test_whole_prompts_in_a_step_of_their_own_change_no_token(engine, expected) 
         assert ask(llm, PROMPTS) == expected
 
 
+@cache
+def tutors_answers(dtype: str, max_tokens: int) -> list[dict]:
+    """Stage A's."""
+    llm = NaiveLLM("tutor", device="cpu", dtype=dtype)
+    return llm.chat(CHATS, SamplingParams(temperature=0, max_tokens=max_tokens), False)
+
+
 def test_the_tutor_answers_in_stage_as_words(tutor) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40)
-    expected = NaiveLLM("tutor", device="cpu").chat(CHATS, params, False)
-    found = tutor.chat(CHATS, params, False)
+    found = tutor.chat(CHATS, SamplingParams(temperature=0, max_tokens=40), False)
     for key in ("token_ids", "text", "finish_reason"):
-        assert [output[key] for output in found] == [output[key] for output in expected]
+        assert [output[key] for output in found] == [output[key] for output in tutors_answers("float32", 40)]
 
 
 @pytest.mark.needs("one process")
 def test_the_tutor_answers_alike_in_bfloat16(engine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=24)
-    expected = NaiveLLM("tutor", device="cpu", dtype="bfloat16").chat(CHATS, params, False)
     with engine.made("tutor", dtype="bfloat16") as llm:
-        assert ids(llm.chat(CHATS, params, False)) == ids(expected)
+        answers = llm.chat(CHATS, SamplingParams(temperature=0, max_tokens=24), False)
+        assert ids(answers) == ids(tutors_answers("bfloat16", 24))
 
 
 @pytest.mark.needs("pool")
