@@ -381,10 +381,10 @@ def add_pairs_kernel(
     target = residual + token * residual_stride + column
     before = tl.load(target, mask=inside, other=0.0)
     total = tl.zeros([SIZE_PAD], tl.float32)
-    is_real = tl.load(chosen + token * PER_TOKEN) >= 0  # a padding row has no products
     for i in range(PER_TOKEN):
-        address = products + (token * PER_TOKEN + i) * SIZE + column
-        total += tl.load(address, mask=inside & is_real, other=0.0).to(tl.float32)
+        pair = token * PER_TOKEN + i
+        is_here = tl.load(chosen + pair) >= 0  # a pair without expert has no product
+        total += tl.load(products + pair * SIZE + column, mask=inside & is_here, other=0.0).to(tl.float32)
     after = (before.to(tl.float32) + total).to(before.dtype)  # rounded here: the norm uses the stored values
     tl.store(target, after, mask=inside)
     tl.store(squares + token, tl.sum(after.to(tl.float32) * after.to(tl.float32), 0))
@@ -422,21 +422,22 @@ def down_add_kernel(
     index = tl.arange(0, PER_TOKEN_PAD * BLOCK_N)
     position = index // BLOCK_N  # which of the token's experts
     slot = tl.arange(0, BLOCK_M)
-    is_pair = slot < PER_TOKEN
+    in_token = slot < PER_TOKEN
     start_next(PDL)
     wait_for_previous(PDL)
     target = residual + token.to(tl.int64) * residual_stride + column
     before = tl.load(target, mask=column < OUT_SIZE, other=0.0)
-    pair_weight = tl.load(pair_weights + token * PER_TOKEN + slot, mask=is_pair, other=0.0)
+    pair_weight = tl.load(pair_weights + token * PER_TOKEN + slot, mask=in_token, other=0.0)
+    is_pair = tl.load(chosen + token * PER_TOKEN + slot, mask=in_token, other=-1) >= 0
     expert = tl.load(chosen + token * PER_TOKEN + position, mask=position < PER_TOKEN, other=-1)
     own_column = tl.program_id(0) * BLOCK_N + index % BLOCK_N
     acc = expert_product(
         x,
         token * PER_TOKEN + slot,
-        is_pair & (tl.load(chosen + token * PER_TOKEN) >= 0),
+        is_pair,
         weight,
         scales,
-        tl.maximum(expert, 0) * OUT_SIZE + own_column,  # a padding row reads some expert
+        tl.maximum(expert, 0) * OUT_SIZE + own_column,  # a pair without expert reads some expert
         (position < PER_TOKEN) & (own_column < OUT_SIZE),
         SIZE,
         GROUP,

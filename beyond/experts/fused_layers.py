@@ -75,19 +75,15 @@ class ExpertLayer(FusedLayer):
         query = self._queries(x, rotation, layer_cache, slots)
         attended = self.backend.attend(query, *layer_cache, metadata, attention.scale, attention.window).flatten(1)
         residual = products.add(attended, attention.o_proj, x.x, None) if few else attention.o_proj(attended, x)
-        group = self.mlp.group
-        stream = self._add_experts(residual, slots, residual if group is None else torch.zeros_like(residual))
-        if group is not None:
-            return group.all_reduce(stream.x, residual)
+        mlp = self.mlp
+        rows, choice = self.router(residual, slots)
+        if mlp.group is not None:
+            total = mlp.add_shared(rows, torch.zeros_like(residual))
+            return mlp.group.all_reduce(mlp.compute(mlp, rows, *choice, total), residual)
+        matrices = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        stream = run_experts(rows, choice, *matrices, mlp.experts, mlp.add_shared(rows, residual), pdl=self._pdl)
         reads_stream = few and self._next_gain is not None and isinstance(products, SkinnyGemms)
         return stream if reads_stream else stream.x
-
-    def _add_experts(self, residual: Tensor, slots: Tensor, total: Tensor) -> Stream:
-        """Add the outputs of the experts for the rows `residual` to `total`, in place; it may be the same tensor."""
-        mlp = self.mlp
-        x, choice = self.router(residual, slots)
-        total = mlp.add_shared(x, total)
-        return run_experts(x, choice, mlp.gate_up_proj.weight, mlp.down_proj.weight, mlp.experts, total, pdl=self._pdl)
 
 
 def make_layer(layer: DecoderLayer, *others: Any) -> FusedLayer:

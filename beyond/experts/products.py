@@ -49,7 +49,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 class Choice(NamedTuple):
-    """The experts of every token, largest weight first. Padding rows have none: -1."""
+    """The experts of every token, largest weight first. -1: none, as for padding rows, or one of another rank."""
 
     weights: Tensor  # float32 [tokens, per_token]
     chosen: Tensor  # int32 [tokens, per_token]
@@ -282,7 +282,7 @@ def run_experts(
     """Add the outputs of the chosen experts to `residual`, in place; arguments as above."""
     groups = None
     if len(x) > few_tokens:
-        groups = group(choice.chosen, experts.count, block_rows(len(x), experts), pdl)
+        groups = group(choice.chosen, len(experts.held), block_rows(len(x), experts), pdl)
     activated = gate_up_silu(x, choice.chosen, groups, gate_up, experts, pdl=pdl)
     return down_add(activated, choice, groups, down, experts, residual, pdl=pdl)
 
@@ -308,8 +308,7 @@ def choose_tiles(block: int, few: int | None, dtype: torch.dtype, stored: torch.
         columns = GROUP_SIZE  # a group of scales
     if block >= 64:
         return Tiles(64 if is_gate_up else 128, columns, warps=8, stages=3)
-    # H200, Qwen3-30B-A3B: with 16 rows and 6 stages, gate and up of one token took 16.0 us instead of 14.7, and down
-    # with 6 stages 9.2 instead of 8.0; for eight tokens 93.6 instead of 89.0, and 52.5 instead of 45.9.
+    # The fastest of a sweep on an H200, for Qwen3-30B-A3B (`python -m benchmarks.micro experts part=tiles`).
     if few is not None:
         return Tiles(32, columns, stages=3) if is_gate_up else Tiles(64, columns, stages=5 if few == 1 else 3)
     return Tiles(32 if is_gate_up else 64, columns, stages=4)

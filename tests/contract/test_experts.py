@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from ranks import forked_ranks
 
-from contract.engines import GREEDY, NOTHING, PROMPTS, ask, held, one_by_one
+from contract.engines import BATCHING, GREEDY, NOTHING, PROMPTS, ask, held, one_by_one, row
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
 from stage_a_naive.contract.errors import ModelError
@@ -35,6 +36,24 @@ def test_every_engine_gives_stage_as_tokens_with_and_without_a_cached_prefix(eng
 def test_the_other_families_give_stage_as_tokens_too(engine, model: str) -> None:
     with engine.made(model, seed=3) as llm:
         assert ask(llm, PROMPTS) == one_by_one(NaiveLLM(model, device="cpu", seed=3))
+
+
+IN_PIECES = {"max_num_batched_tokens": 7, "max_num_seqs": 5, "num_kvcache_blocks": 20}
+DIVIDED = [
+    row(way, "beyond.experts", BATCHING, "exact", tensor_parallel_size=2, expert_parallel=way)
+    for way in ("sum", "all_to_all")
+]
+
+
+@pytest.mark.parametrize("engine", DIVIDED, indirect=True, ids=lambda engine: engine.name)
+@pytest.mark.parametrize("options", [{}, IN_PIECES], ids=["", "in pieces"])
+@pytest.mark.parametrize("model", [MODEL, *OTHERS])
+def test_two_ranks_with_whole_experts_give_stage_as_tokens(engine, model: str, options: dict) -> None:
+    with forked_ranks(), engine.made(model, **options) as llm:
+        expected = one_by_one(NaiveLLM(model, device="cpu"))
+        for _ in range(2):
+            assert ask(llm, PROMPTS) == expected
+        assert held(llm) == NOTHING
 
 
 def test_an_engine_without_experts_names_the_one_that_has_them(engine) -> None:
