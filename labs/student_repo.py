@@ -34,7 +34,7 @@ LESSONS = [f"{page}{end}" for page in PAGES for end in (".md", ".zh-CN.md")] + [
 TOPS = ["csrc", "labs", "benchmarks", "notebooks", "models", ".devcontainer", "Makefile"]
 TOPS += ["CITATION.cff", "pyproject.toml", "constraints.txt", ".gitignore", ".dockerignore", *LESSONS]
 TOPS += ["tools/__init__.py", "tools/doctor.py"]
-LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "results", "history", "local", "mutations.toml"}
+LEFT_OUT = {"__pycache__", "work", "pack", "build", "templates", "history", "local", "mutations.toml"}
 FOR_TEACHERS = (
     "instructors.md",
     "instructors.zh-CN.md",
@@ -123,15 +123,23 @@ def _closed(files: list[Path]) -> list[Path]:
         files = left
 
 
-def exercises_in(file: PurePath) -> list[Exercise]:
-    """The exercises whose functions are missing from an edition's copy of a file."""
-    return [exercise for exercise in all_exercises() if exercise.path == str(file) and not exercise.slow]
+def exercises_in(file: PurePath, files: frozenset[Path] | None = None) -> list[Exercise]:
+    """The exercises whose functions are missing from a copy of a file.
+
+    Args:
+        files: of an edition, where a stage keeps what it runs and a later stage's lab asks for; None is all.
+    """
+    found = [exercise for exercise in all_exercises() if exercise.path == str(file) and not exercise.slow]
+    if files is None or not file.parts[0].startswith("stage_"):
+        return found
+    packages = {letter: lab.package for letter, lab in load_labs().items()}
+    return [e for e in found if Path(f"labs/lab_{e.lab}.md") in files or file.parts[0] == packages[e.lab]]
 
 
 def without_answers(file: Path, files: frozenset[Path]) -> bytes:
     """What the edition has of a file."""
     data = (ROOT / file).read_bytes()
-    exercises = exercises_in(file)
+    exercises = exercises_in(file, files)
     if exercises:
         text = data.decode()
         for exercise in exercises:

@@ -26,6 +26,7 @@ OWN = (
     "variants",
     "csrc",
     "old",
+    "build",
     "__pycache__",
 )  # folders that labs write
 TAKES_OVER = ("sitecustomize.py", "usercustomize.py", "conftest.py", "pytest.ini")  # what Python or pytest would run

@@ -356,7 +356,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_file_of_an_edition_shows_an_exercise(tmp_path):
-    files = student_repo.write_edition("k", tmp_path)
+    files = student_repo.write_edition("l", tmp_path)
     shown = []
     for path in (path for path in files if path.suffix not in (".safetensors", ".svg", ".png", ".webp", ".mo")):
         text = (tmp_path / path).read_text(encoding="utf-8")

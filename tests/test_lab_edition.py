@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from labs import starter, student_repo
+from labs import bodies, student_repo
 from labs.exercises import load_labs
 
 # What a page shows and a test does not run: it installs, downloads, opens a program, takes minutes, or needs a GPU.
@@ -36,6 +36,13 @@ def run(edition: Path, line: str) -> subprocess.CompletedProcess[str]:
     words = re.sub(r"(?:^|(?<= ))python ", f"{sys.executable} ", words)
     environment = os.environ | {"PYTHONPATH": str(edition), "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(["sh", "-c", words], cwd=edition, env=environment, capture_output=True, text=True)
+
+
+def solve(letter: str, work: Path) -> None:
+    """Write the answers of a lab into an edition's starter."""
+    for exercise in load_labs()[letter].exercises:
+        file, answer = exercise.copy_in(work), exercise.reference.read_text(encoding="utf-8")
+        file.write_text(bodies.transplant(file.read_text(encoding="utf-8"), answer, exercise.name, exercise.path))
 
 
 def pages(edition: Path) -> dict[str, str]:
@@ -103,24 +110,23 @@ def test_the_learners_copies_come_first_and_the_grader_takes_their_functions_alo
 @pytest.mark.compiler
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("solved", [False, True], ids=["unsolved", "solved"])
-@pytest.mark.parametrize("letter", "b")
+@pytest.mark.parametrize("letter", "bd")
 def test_all_commands_of_the_pages_and_the_notebooks_run(letter, solved, editions, tmp_path):
     edition = Path(shutil.copytree(editions[letter], tmp_path / "course"))
-    for name in "abcd"[: "abcd".index(letter) + 1]:
+    labs = list("abcd"[: "abcd".index(letter) + 1])
+    student_repo.write_values(labs, edition)
+    for name in labs:
+        assert run(edition, f"make lab-{name}").returncode == 0
         if solved:
-            lab = load_labs()[name]
-            starter.write_starter(lab, edition / "labs" / "work", missing=[])
-            for link in (edition / "labs" / "work").glob("models"):
-                link.unlink()
-                link.symlink_to(edition / "models", target_is_directory=True)
-        else:
-            run(edition, f"make lab-{name}")
+            solve(name, edition / "labs" / "work")
     lines = [line for text in pages(edition).values() for line in commands(text) if not NOT_HERE.search(line)]
     lines = [line for line in dict.fromkeys(lines) if not re.match(r"make lab-|make stage-.*LAB", line)]
     assert len(lines) > 10
     wrong = []
     for line in lines:
         done = run(edition, line)
+        if solved and line in ("make grade-b", "make grade-d") and "on the tutor: right" not in done.stdout:
+            wrong.append((line, done.stdout))
         if done.returncode and (solved or not re.search("not written yet: |Lab [A-D][.]", done.stderr + done.stdout)):
             wrong.append((line, done.returncode, (done.stderr.strip().splitlines() or [""])[-1]))
     for notebook in sorted((edition / "notebooks").glob("*.ipynb")):
