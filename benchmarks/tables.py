@@ -129,7 +129,7 @@ def own_results(group: Group) -> list[str]:
         "",
         *work,
         "",
-        "`make bench` writes this file anew: keep what you conclude from it in a file of your own.",
+        "`make bench` overwrites this file: keep your conclusions in another file.",
     ]
 
 

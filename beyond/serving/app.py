@@ -112,7 +112,7 @@ class Api:
     def app(self, more_routes: Sequence[Route] = ()) -> App:
         """Make the application for a web server."""
         routes = [
-            # The router tries one after the other, so what is asked most comes first.
+            # The router tries one after the other, so the most frequent come first.
             Route("/v1/chat/completions", self.post(self.chat_completions), methods=["POST"]),
             Route("/v1/completions", self.post(self.completions), methods=["POST"]),
             Route("/v1/models", self.guarded(self.models), methods=["GET"]),
