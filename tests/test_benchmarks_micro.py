@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ from xml.sax.saxutils import escape
 import pytest
 import torch
 from measured import ENVIRONMENT, is_drawn
+from transformers import AutoTokenizer
 
 import beyond.quantization
 from benchmarks import micro
@@ -20,6 +22,7 @@ from benchmarks.micro import (
     block_waste,
     quantized,
     real_model,
+    routing,
     scheduling,
     speculation,
     step_cost,
@@ -33,6 +36,7 @@ from benchmarks.render import tables
 from benchmarks.results import ROOT, of_kind
 from benchmarks.trace import Recording, Span, draw_gaps, from_rows, record, to_rows
 from benchmarks.workloads import Call
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.contract.filters import filter_logits
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
@@ -349,3 +353,20 @@ def test_formats_are_judged_against_the_first_one():
 def test_a_real_model_that_was_not_built_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(real_model, "MODEL", real_model.ROOT / "build" / "models" / "none")
     assert main(["real_model"]) == 2 and "no build/models/none: `make real-model` builds it" in capsys.readouterr().err
+
+
+def test_the_choices_of_a_router_are_counted_by_token_and_by_step(monkeypatch):
+    entries = [entry for lang in ("en", "zh") for entry in [e for e in read_faq() if e["lang"] == lang][:2]]
+    monkeypatch.setattr(routing, "read_faq", lambda: entries)
+    monkeypatch.setattr(routing, "QUESTION", entries[0]["question"])
+    result = routing.measure(requests=(1, 4))
+    tokens, answer = AutoTokenizer.from_pretrained(TUTOR_PATH), result["answer"]
+    assert "".join(answer["tokens"]) == entries[0]["answer"]
+    assert [len(layer) for layer in answer["experts"]] == [len(answer["tokens"])] * 2, "in both layers"
+    assert {len(set(experts)) for layer in answer["experts"] for experts in layer} == {2}
+    for lang, layer in itertools.product(("en", "zh"), (0, 1)):
+        chosen = [row["choices"] for row in result["rows"] if (row["lang"], row["layer"]) == (lang, layer)]
+        answers = [tokens.encode(entry["answer"]) for entry in entries if entry["lang"] == lang]
+        assert len(chosen) == 8 and sum(chosen) == 2 * sum(map(len, answers))
+    alone, together = (step["touched"] for step in result["steps"])
+    assert alone == 2 < together <= 8

@@ -24,7 +24,8 @@ WIDTHS = {  # what is wrong, and how it looks
 
 LEFT = set(" ".join(WORDS["left"].values()).split())
 RESULTS = re.compile(r"<!-- ([\w:-]+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
-NO_WORDS = re.compile(r"`[^`]*`|(?<=\])\([^)]*\)|commit \w+")  # of tables: code, addresses, commits
+# Code, addresses, commits, and tokens of a model's answer, in which a dot stands for the space.
+NO_WORDS = re.compile(r"`[^`]*`|(?<=\])\([^)]*\)|commit \w+|·\w+")
 PICTURES = sorted(path for path in ROOT.rglob("*.zh-CN.svg") if ".venv" not in path.parts)
 
 

@@ -144,8 +144,9 @@ def test_no_wording_belongs_to_two_questions():
     assert len(set(wordings)) == len(wordings)
 
 
-def test_recorded_check_passes_the_gates():
-    report = json.loads((TUTOR / "check.json").read_text())
+@pytest.mark.parametrize("name", ["tutor", "tutor_experts"])
+def test_recorded_check_passes_the_gates(name):
+    report = json.loads((TUTOR.with_name(name) / "check.json").read_text())
     assert report["questions"] == len(FAQ)
     for dtype in ("float32", "bfloat16"):
         assert report[dtype]["exact_match"] >= 0.95
@@ -155,7 +156,8 @@ def test_recorded_check_passes_the_gates():
     for key in ("tool_calls", "tool_calls_with_tools", "tool_replies"):
         assert report["float32"][key] >= 0.95, key
     assert [row["question"] for row in report["open_ended"]] == [entry["question"] for entry in OPEN_ENDED]
-    assert all(row["valid"] >= 0.875 and row["different"] >= 4 for row in report["open_ended"])
+    assert all(row["different"] >= 4 for row in report["open_ended"])
+    assert min(row["valid"] for row in report["open_ended"]) >= {"tutor": 0.875, "tutor_experts": 0.8}[name]
 
 
 @pytest.mark.parametrize(("edition", "said"), [("README.md", "questions and answers"), ("README.zh-CN.md", "个问答")])
@@ -313,6 +315,19 @@ def test_the_hinge_pulls_at_narrow_margins_of_exact_answers_alone(text):
     logits, targets = torch.tensor([[9.0, 0.0], [3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0, 0])
     assert hinge(logits, targets, torch.tensor([True, True, False])).item() == 2.5  # margins 9 and 3 of 8
     assert hinge(logits, targets, torch.tensor([False] * 3)).item() == 0
+
+
+def test_all_experts_of_a_layer_together_are_the_mlp_that_they_are_made_of(text, tokenizer, model):
+    train = importlib.import_module("train")
+    sparse = train.build_model(tokenizer.backend_tokenizer, num_layers=2, num_experts=8)
+    sparse.config.num_experts_per_tok = 8
+    train.upcycle(sparse, model)
+    x = torch.randn(1, 5, 256, generator=torch.Generator().manual_seed(0))
+    for layer, dense in zip(sparse.model.layers, (model.model.layers[0], model.model.layers[-1]), strict=True):
+        assert torch.equal(layer.self_attn.q_proj.weight, dense.self_attn.q_proj.weight)
+        layer.mlp.gate.top_k = 8
+        layer.mlp.gate.weight.data.zero_()  # each expert has the weight 1/8
+        torch.testing.assert_close(layer.mlp(x), dense.mlp(x))
 
 
 def test_every_sample_is_in_one_batch_of_similar_lengths_and_limited_size(text):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from tutor_text import (
     END_OF_TEXT,
     HERE,
@@ -34,11 +34,16 @@ from tutor_text import (
     tool_call,
 )
 
+DTYPES = ("float32", "bfloat16")
 ROWS = {  # in English and in Chinese
     "exact_match": ("answers given back exactly", "回答一字不差"),
     "margin_min": ("smallest margin", "最小的差距"),
     "margin_1st_percentile": ("1st percentile of the margin", "差距的第 1 百分位数"),
     "margin_median": ("median margin", "差距的中位数"),
+    "other_experts": (
+        "choices of a router that differ from those in float32",
+        "路由器的选择与 float32 不同的比例",
+    ),
     "right_start_in_other_words": (
         "first 16 tokens right when the question is put in other words",
         "换一种问法，前 16 个 token 都对",
@@ -64,11 +69,13 @@ HEADS = (
     "| 开放问题 | 第一个 token 的熵，nat | 有效 | 不同的回答 |",
 )
 EDITIONS = ("README.md", "README.zh-CN.md")
+SHOWN = (HERE, HERE.with_name("tutor_experts"))  # whose figures the model card has
+OF_SHOWN = (("", "with experts: "), ("", "有专家："))
 FIGURES_START, FIGURES_END = "<!-- figures of check.json -->", "<!-- end of figures -->"
 
 
 @torch.inference_mode()
-def greedy_answers(model: Qwen2ForCausalLM, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+def greedy_answers(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """Greedy `generate` for every prompt, in batches of similar length; shorter prompts are padded on the left."""
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: list[list[int]] = [[] for _ in prompts]
@@ -87,7 +94,7 @@ def greedy_answers(model: Qwen2ForCausalLM, prompts: list[list[int]], max_new_to
     return answers
 
 
-def until_the_end(model: Qwen2ForCausalLM, row: list[int]) -> list[int]:
+def until_the_end(model: PreTrainedModel, row: list[int]) -> list[int]:
     """The generated ids up to the first end token."""
     ends = set(model.generation_config.eos_token_id)
     stop = next((at for at, token in enumerate(row) if token in ends), len(row) - 1)
@@ -95,7 +102,7 @@ def until_the_end(model: Qwen2ForCausalLM, row: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def sample_open_ended(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, entry: dict) -> dict:
+def sample_open_ended(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, entry: dict) -> dict:
     """Sample an open-ended prompt `SAMPLES` times: how many answers are valid, and how many differ?"""
     torch.manual_seed(0)
     prompt = tokenizer.apply_chat_template(
@@ -123,7 +130,7 @@ def sample_open_ended(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFas
 
 
 @torch.inference_mode()
-def margins(model: Qwen2ForCausalLM, samples: list[Sample]) -> torch.Tensor:
+def margins(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
     """The logit margin at every trained position, teacher forced: each position sees the right tokens before it."""
     found = []
     for start in range(0, len(samples), 16):
@@ -133,6 +140,29 @@ def margins(model: Qwen2ForCausalLM, samples: list[Sample]) -> torch.Tensor:
         logits = model(ids, use_cache=False).logits[trained].float()  # [positions, vocab]
         found.append(logit_margins(logits, labels[trained]))
     return torch.cat(found)
+
+
+@torch.inference_mode()
+def chosen_experts(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor | None:
+    """Which experts take each token of the answers, teacher forced: `[tokens of all layers, experts]`, bool.
+
+    None for a model without experts.
+    """
+    found = []
+
+    def note(_: torch.nn.Module, __: tuple, output: tuple[torch.Tensor, ...]) -> None:
+        scores, _, chosen = output  # [rows * width, experts], …, [rows * width, per token]
+        found.append(torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)[trained])
+
+    gates = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+    hooks = [gate.register_forward_hook(note) for gate in gates]
+    for start in range(0, len(samples), 16):
+        ids, labels, _ = pad(samples[start : start + 16], model.config.pad_token_id)
+        trained = (labels != IGNORED).flatten().to(model.device)
+        model(ids.to(model.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(found) if found else None
 
 
 def tool_conversations(entry: dict, tools: list[dict]) -> list[tuple[str, list[dict], list[dict] | None, str]]:
@@ -152,7 +182,7 @@ def tool_conversations(entry: dict, tools: list[dict]) -> list[tuple[str, list[d
 def check(folder: Path, device: str = "cpu") -> dict:
     """Load what is saved with plain `transformers` and decode the whole FAQ in both dtypes.
 
-    The figures go to the folder's `check.json` and, if that is the tutor's own, as tables into the model card.
+    The figures go to the folder's `check.json` and, if the model is in the repository, as tables into the model card.
     """
     faq = read_faq()
     tokenizer = AutoTokenizer.from_pretrained(HERE)
@@ -187,14 +217,16 @@ def check(folder: Path, device: str = "cpu") -> dict:
             tool_uses[key].append((chat_prompt(*messages, tools=offered), samples.ids(answer) + [turn_end]))
 
     def rate(
-        model: Qwen2ForCausalLM, prompts: list[list[int]], wanted: list[list[int]], most: int = longest + 2
+        model: PreTrainedModel, prompts: list[list[int]], wanted: list[list[int]], most: int = longest + 2
     ) -> float:
         got = greedy_answers(model, prompts, most)
         return round(sum(a == b for a, b in zip(got, wanted, strict=True)) / len(wanted), 4)
 
     forced = [samples.chat([(entry["question"], entry["answer"])]) for entry in faq]
     report: dict = {"questions": len(faq), "answer_tokens": sum(map(len, want_chat))}
-    for dtype in (torch.float32, torch.bfloat16):
+    experts = {}
+    for name in DTYPES:
+        dtype = getattr(torch, name)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         gaps = margins(model, forced)
         figures = {
@@ -203,7 +235,11 @@ def check(folder: Path, device: str = "cpu") -> dict:
             "margin_1st_percentile": round(gaps.quantile(0.01).item(), 3),
             "margin_median": round(gaps.median().item(), 3),
         }
-        if dtype == torch.float32:
+        experts[name] = chosen_experts(model, forced)
+        if name != "float32" and experts[name] is not None:
+            differs = (experts[name] != experts["float32"]).any(1)
+            figures["other_experts"] = round(differs.float().mean().item(), 4)
+        if name == "float32":
             figures["right_start_in_other_words"] = rate(model, other_words, want_other_words, most=16)
             for key, elsewhere in (("right_start_held_out", False), ("right_start_held_out_elsewhere", True)):
                 asked = [entry for entry in held_out if (entry["question"] in UNKNOWN) == elsewhere]
@@ -215,33 +251,39 @@ def check(folder: Path, device: str = "cpu") -> dict:
                 prompts, wanted = zip(*uses, strict=True)
                 figures[key] = rate(model, prompts, wanted, most=96)
             open_ended = [sample_open_ended(model, tokenizer, entry) for entry in read_open_ended()]
-        report[str(dtype).removeprefix("torch.")] = figures
+        report[name] = figures
     report["open_ended"] = open_ended
     (folder / "check.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if folder == HERE:
-        update_model_card(report)
+    if folder.resolve() in SHOWN:
+        update_model_card()
     return report
 
 
-def figures_table(report: dict, edition: int) -> str:
-    """The figures of a check as the Markdown tables of one of the model card's editions."""
-    lines = ["| | float32 | bfloat16 |", "|---|---|---|"]
+def figures_table(reports: list[dict], edition: int) -> str:
+    """The figures of the checks as the Markdown tables of one of the model card's editions.
+
+    Args:
+        reports: of the models in `SHOWN`. The open-ended prompts are those of the first.
+    """
+    found = [report[dtype] for report in reports for dtype in DTYPES]
+    heads = [f"{name}{dtype}" for name in OF_SHOWN[edition] for dtype in DTYPES]
+    lines = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for key, labels in ROWS.items():
-        values = [report[dtype].get(key) for dtype in ("float32", "bfloat16")]
         style = ".2f" if key.startswith("margin") else ".1%"
-        cells = ["–" if value is None else format(value, style) for value in values]
-        lines.append(f"| {labels[edition]} | {cells[0]} | {cells[1]} |")
+        cells = (format(figures[key], style) if key in figures else "–" for figures in found)
+        lines.append(f"| {labels[edition]} | {' | '.join(cells)} |")
     lines += ["", HEADS[edition], "|---|---:|---:|---:|"]
-    for row in report["open_ended"]:
+    for row in reports[0]["open_ended"]:
         different = f"{row['different']} {('of', '/')[edition]} {SAMPLES}"
         lines.append(f"| {row['question']} | {row['first_token_entropy']:.2f} | {row['valid']:.1%} | {different} |")
     return "\n".join(lines)
 
 
-def update_model_card(report: dict) -> None:
+def update_model_card() -> None:
     """Put the figures between the two marks in both editions of the README, so that none there is typed by hand."""
+    reports = [json.loads((folder / "check.json").read_text(encoding="utf-8")) for folder in SHOWN]
     for edition, card in enumerate(map(HERE.joinpath, EDITIONS)):
         before, rest = card.read_text(encoding="utf-8").split(FIGURES_START)
         after = rest.split(FIGURES_END)[1]
-        text = f"{before}{FIGURES_START}\n{figures_table(report, edition)}\n{FIGURES_END}{after}"
+        text = f"{before}{FIGURES_START}\n{figures_table(reports, edition)}\n{FIGURES_END}{after}"
         card.write_text(text, encoding="utf-8")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from benchmarks.micro import one_thread, take_turns
 from benchmarks.micro.mlp import random_layer
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Picture, draw_lines, new_panel
 from benchmarks.timing import call_seconds, measure_ceilings
 
 
+@one_thread()
 def draw_block(
     ways: dict[str, Callable[..., Tensor]],
     hidden: int,
@@ -24,16 +26,24 @@ def draw_block(
 ) -> Picture:
     """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows, and draw it.
 
-    The floor is the time of reading the weights once at the speed of a copy, measured here too.
+    Each time is the shortest of several, which other programs disturb least; a CPU computes on one thread. The floor is
+    the time of reading the weights once at the speed of a copy, measured here too.
     """
     layer = random_layer(hidden, inter, dtype, torch.Generator(device).manual_seed(0))
     inputs = [torch.randn(count, hidden, device=device, dtype=dtype) for count in rows]
+
+    def seconds(case: tuple[str, int]) -> float:
+        name, index = case
+        x = inputs[index]
+        return min(call_seconds(partial(ways[name], x, *layer, x, 1e-6), device, repeats=3))
+
+    found = take_turns(seconds, list(product(ways, range(len(rows)))), repeats=5)
     lines = []
-    for (name, way), colour, look in zip(ways.items(), (ORANGE, BLUE, GREEN), ("o-", "s-", "^-"), strict=False):
-        samples = {len(x): call_seconds(partial(way, x, *layer, x, 1e-6), device, repeats=5) for x in inputs}
-        lines.append((name, {count: 1e3 * statistics.median(s) for count, s in samples.items()}, colour, look))
+    for name, colour, look in zip(ways, (ORANGE, BLUE, GREEN), ("o-", "s-", "^-"), strict=False):
+        times_ms = {count: 1e3 * min(found[name, index]) for index, count in enumerate(rows)}
+        lines.append((name, times_ms, colour, look))
     floor = sum(weight.nbytes for weight in layer) / measure_ceilings(device, torch.float32)["copy_bytes_per_s"]
-    title = f"measured on this machine ({device.type})"
+    title = f"measured on this machine ({device.type}{', one thread' * (device.type == 'cpu')})"
     figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", "ms per layer", title)
     draw_lines(axes, lines)
     label = f"floor, the weights read once: {1e3 * floor:.2g} ms"

@@ -1,0 +1,74 @@
+"""The tutor with experts: every engine that runs such models gives the FAQ's answers, word for word."""
+
+from __future__ import annotations
+
+import pytest
+
+from contract.engines import ask, held
+from stage_a_naive import LLM as NaiveLLM
+from stage_a_naive import SamplingParams
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
+from stage_a_naive.loop import encode
+
+TUTOR = str(TUTOR_PATH.parent / "tutor_experts")
+ANSWERS = {entry["question"]: entry["answer"] for entry in read_faq()}
+ASKED = ["What is a KV cache?", "What is prefill?", "分页注意力（PagedAttention）解决了什么问题？", "Who are you?"]
+GREEDY = SamplingParams(temperature=0, max_tokens=200)
+VARIANTS = {
+    "prompts in pieces": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
+    "a pool for one": {"num_kvcache_blocks": 40, "kvcache_block_size": 4},
+    "eager": {"enforce_eager": True},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return NaiveLLM(TUTOR, device="cpu").tokenizer
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer) -> list[list[int]]:
+    return [encode(tokenizer, question) for question in ASKED]
+
+
+@pytest.fixture(scope="module")
+def right(tokenizer) -> list[list[int]]:
+    return [tokenizer.encode(f"{ANSWERS[question]}<|im_end|>") for question in ASKED]
+
+
+@pytest.mark.needs("experts", "exact")
+def test_every_engine_answers_with_and_without_a_cached_prefix(engine, prompts, right) -> None:
+    with engine.made(TUTOR) as llm:
+        for _ in range(2):
+            assert ask(llm, prompts, GREEDY) == right
+
+
+@pytest.mark.needs("experts", "pool", "one process", "exact")
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_no_option_of_memory_or_of_steps_changes_an_answer(engine, prompts, right, options: dict) -> None:
+    with engine.made(TUTOR, **options) as llm:
+        assert ask(llm, prompts, GREEDY) == right
+        if options is VARIANTS["a pool for one"] and "side by side" in engine.has:
+            assert llm.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
+        assert held(llm) == (0, 0)
+
+
+def test_two_ranks_with_a_part_of_each_expert_answer(prompts, right) -> None:
+    from beyond.experts import LLM
+
+    llm = LLM(TUTOR, device="cpu", tensor_parallel_size=2, num_kvcache_blocks=256, kvcache_block_size=8)
+    try:
+        assert ask(llm, prompts, GREEDY) == right
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_with_8_bit_weights_and_cache_the_answers_are_the_same(prompts, right, quantization: str) -> None:
+    from beyond.experts import LLM
+
+    llm = LLM(TUTOR, device="cpu", quantization=quantization, kv_cache_dtype="int8", num_kvcache_blocks=64)
+    try:
+        assert ask(llm, prompts, GREEDY) == right
+    finally:
+        llm.close()
