@@ -159,6 +159,8 @@ def _keep_to(job: Job, user: int) -> None:
     """Have this process write to its scratch folder alone; what was compiled before can be used, and not changed."""
     scratch = Path(job.folder, "scratch")
     os.chdir(scratch)
+    if sandbox.USER in job.walls:
+        sandbox.give(Path(job.folder), user)
     if sandbox.NAMESPACES in job.walls:
         sandbox.enclose(scratch, root=sandbox.USER in job.walls, hidden=job.hidden)
     if not job.walls:
@@ -170,7 +172,7 @@ def _keep_to(job: Job, user: int) -> None:
         link.symlink_to(library)
     os.environ |= {"TMPDIR": str(scratch), "HOME": str(scratch), "SIX_ENGINES_BUILD": str(build)}
     if sandbox.USER in job.walls:
-        sandbox.become_nobody(Path(job.folder), user)
+        sandbox.become_nobody(scratch, user)
 
 
 def _end(child: int, patience: float) -> int:

@@ -158,14 +158,19 @@ def nobody() -> int:
     return NOBODIES[os.getpid() % len(NOBODIES)]
 
 
+def give(folder: Path, user: int) -> None:
+    """Let a user own a folder with all that is in it."""
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, user, user, follow_symlinks=False)
+
+
 def become_nobody(folder: Path, user: int) -> None:
-    """Go on, from root, as a user who owns nothing but `folder` and can signal nobody else's processes.
+    """Go on, from root, as a user who owns nothing but `folder` and what he was given, and can signal only his own.
 
     Raises:
         OSError: this process is not root's, or not with all of root's capabilities.
     """
-    for path in [folder, *folder.rglob("*")]:
-        os.chown(path, user, user, follow_symlinks=False)
+    give(folder, user)
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)

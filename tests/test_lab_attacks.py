@@ -114,7 +114,7 @@ behind_each_wall = pytest.mark.parametrize(
 TRIES = [
     ("read the reference", "open('ROOT/stage_a_naive/chat.py')", "FileNotFoundError", "done"),
     ("read the drivers of the checkout", "os.listdir('ROOT/labs')[0]", "IndexError", "done"),
-    ("read the submission", "open('WORK/stage_a_naive/chat.py')", "FileNotFoundError", "done"),
+    ("read the submission", "open('WORK/stage_a_naive/chat.py')", "FileNotFoundError", "PermissionError"),  # pytest's
     ("write beside the submission", "open('OUTSIDE', 'w')", "OSError", "PermissionError"),
     ("write into the grader's checkout", "open('ROOT/labs/grade.py', 'a')", *["PermissionError"] * 2),
     ("delete the submission", "shutil.rmtree('WORK')", "OSError", "PermissionError"),
@@ -153,8 +153,13 @@ def test_an_answer_behind_a_wall_reaches_no_file_and_no_process_and_leaves_none(
         mark = judged_behind("A.1", submission(work, "a", chatml=body), walls)
     expected = {what: behind if walls == NAMESPACES else other for what, _, behind, other in TRIES}
     if len(walls) == 2:
-        expected |= {what: behind for what, _, behind, _ in TRIES if what in ("use the network", "signal the grader")}
-        expected |= {"signal the judge": "PermissionError"}
+        of_namespaces = (
+            "read the reference",
+            "read the drivers of the checkout",
+            "use the network",
+            "signal the grader",
+        )
+        expected |= {what: behind for what, _, behind, _ in TRIES if what in of_namespaces}
     got = ast.literal_eval(mark.reason.removeprefix("RuntimeError: ").partition(" (")[0])
     assert dict(zip(expected, got, strict=True)) == expected, mark
     assert (work / "stage_a_naive" / "chat.py").exists()
