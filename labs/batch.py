@@ -1,4 +1,4 @@
-"""Grade the submissions of a whole course: one process, or one container, per student.
+"""Grade the submissions of a whole course: one after another by each of some judges, or in a container per student.
 
     python -m labs.batch d submissions/ results/ --jobs 4
     python -m labs.batch d submissions/ results/ --resume        go on after an interruption
@@ -18,7 +18,6 @@ import argparse
 import csv
 import json
 import lzma
-import os
 import re
 import secrets
 import stat
@@ -31,14 +30,16 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path, PurePosixPath
+from queue import SimpleQueue
 
 from labs import container, sandbox, similarity
-from labs.exercises import ROOT, Lab, load_labs
-from labs.grade import JudgeError, values_of
+from labs.exercises import Lab, load_labs
+from labs.grade import Judge, JudgeError, values_of
 from labs.lateness import FreeDays, Policy, moment
-from labs.report import FORMS, commit
+from labs.report import FORMS, Report, commit, write_json
 from stage_a_naive.contract.errors import one_line
 from stage_a_naive.entrypoints.interrupts import run_command
 
@@ -146,59 +147,62 @@ def _unpack_zip(file: Path, target: Path) -> None:
 
 
 def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.Namespace) -> dict[str, object]:
-    """Grade one student in a process, or container, of its own; returns the row of the summary."""
+    """Grade one student, and write the report; returns the row of the summary."""
     target.unlink(missing_ok=True)  # marks of an earlier run
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    options = ["--seed", str(args.seed), "--values", *["--partial"] * args.partial]
-    name = f"six-engines-{secrets.token_hex(8)}"
-    with tempfile.TemporaryDirectory(prefix="six-engines-marks-") as folder:
-        private = Path(folder)
-        if args.container:
-            (private / "results").mkdir(mode=0o700)
-            marks = private / "results" / container.MARKS
-            command = container.command(args.container, name, lab.letter, work, marks.parent, STUDENT_SECONDS, options)
-        else:
-            marks = private / container.MARKS
-            command = [sys.executable, "-m", "labs.grade", lab.letter, "--work", str(work), "--json", str(marks)]
-            command += ["--sandbox"] if args.sandbox else []
-            command += options
-        problem = _problem_of(command, environment, args.values, name if args.container else "")
-        if not problem and not marks.is_file():
-            problem = "the grader wrote no marks"
-        report = {} if problem else json.loads(marks.read_text(encoding="utf-8"))
-    row: dict[str, object] = {"student": student, "points": 0, "problem": problem}
-    if report:
-        report |= {"commit": report["commit"] or commit(), "walls": args.walls}
-        row |= {"points": report["points"], "notes": len(report["notes"]), "whole_stage": report["whole_stage"]}
-        for mark in report["exercises"]:
-            row |= {mark["id"]: mark["points"], f"{mark['id']} seconds": mark["seconds"]}
-        form = FORMS[args.form](similarity.report_of(report)) if args.form != "plain" else report
-        target.write_text(json.dumps(form, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        report = (_in_container if args.container else _by_judge)(lab, work, args)
+    except (JudgeError, OSError, ValueError) as error:
+        return {"student": student, "points": 0, "problem": one_line(error)}
+    report.commit, report.walls = report.commit or commit(), args.walls
+    write_json(report, target, args.form)
+    row: dict[str, object] = {"student": student, "points": report.points, "problem": ""}
+    row |= {"notes": len(report.notes), "whole_stage": report.whole}
+    for mark in report.marks:
+        row |= {mark.id: mark.points, f"{mark.id} seconds": mark.seconds}
     return row
 
 
-def _problem_of(command: list[str], environment: dict[str, str], values: str, container_name: str) -> str:
-    """Run a grader, which reads the reference's values; returns why there are no marks, "" if there are."""
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+def _by_judge(lab: Lab, work: Path, args: argparse.Namespace) -> Report:
+    """Have the first free judge make a report; a judge that has begun serves one student after another."""
+    judge = args.judges.get()
     try:
-        run = subprocess.run(
-            command,
-            input=values,
-            env=environment,
-            cwd=ROOT,
-            text=True,
-            errors="replace",
-            timeout=STUDENT_SECONDS + 60,
-            **pipes,
-            check=False,
-        )
+        judge.deadline = time.monotonic() + STUDENT_SECONDS
+        report = judge.report(lab, work)
+    finally:
+        args.judges.put(judge)
+    for mark in report.marks:
+        mark.partial = args.partial
+    return report
+
+
+def _in_container(lab: Lab, work: Path, args: argparse.Namespace) -> Report:
+    """Run the grader in a container, which reads the reference's values and writes a report.
+
+    Raises:
+        JudgeError: there are no marks.
+    """
+    options = ["--seed", str(args.seed), "--values", *["--partial"] * args.partial]
+    name = f"six-engines-{secrets.token_hex(8)}"
+    with tempfile.TemporaryDirectory(prefix="six-engines-marks-") as folder:
+        results = Path(folder, "results")
+        results.mkdir(mode=0o700)
+        command = container.command(args.container, name, lab.letter, work, results, STUDENT_SECONDS, options)
+        _run(command, json.dumps(args.values), name)
+        marks = results / container.MARKS
+        if not marks.is_file():
+            raise JudgeError("the grader wrote no marks")
+        return Report.from_json(json.loads(marks.read_text(encoding="utf-8")))
+
+
+def _run(command: list[str], values: str, name: str) -> None:
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    try:
+        run = subprocess.run(command, input=values, timeout=STUDENT_SECONDS + 60, **pipes, check=False)
     except subprocess.TimeoutExpired:
-        if container_name:
-            subprocess.run(["docker", "rm", "--force", container_name], capture_output=True, check=False)
-        return f"not done after {STUDENT_SECONDS:.0f} s"
-    except OSError as error:
-        return f"{command[0]} cannot be run: {error.strerror}"
-    return "" if run.returncode == 0 else (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
+        subprocess.run(["docker", "rm", "--force", name], capture_output=True, check=False)
+        raise JudgeError(f"not done after {STUDENT_SECONDS:.0f} s") from None
+    if run.returncode:
+        raise JudgeError((run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1])
 
 
 def received_in(file: Path) -> dict[str, datetime]:
@@ -254,8 +258,12 @@ def write_summary(file: Path, lab: Lab, rows: Iterable[dict[str, object]]) -> No
 
 def grade_all(lab: Lab, works: dict[str, Path], results: Path, args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Grade students, `args.jobs` at a time; yields each one's row when it is done, and prints how far it is."""
-    begin = time.monotonic()
-    with ThreadPoolExecutor(args.jobs) as pool:
+    begin, args.judges = time.monotonic(), SimpleQueue()
+    walls = () if args.container else sandbox.walls()
+    with ThreadPoolExecutor(args.jobs) as pool, ExitStack() as stack:
+        judges = [stack.enter_context(Judge(args.seed, walls, args.values)) for _ in range(args.jobs)]
+        for judge in judges:
+            args.judges.put(judge)
         futures = [pool.submit(grade_one, lab, s, work, results / f"{s}.json", args) for s, work in works.items()]
         try:
             for done, future in enumerate(as_completed(futures), 1):
@@ -265,6 +273,8 @@ def grade_all(lab: Lab, works: dict[str, Path], results: Path, args: argparse.Na
                 print(f"{done}/{len(works)}  {row['student']}: {said}; about {left:.0f} min left", flush=True)
                 yield row
         finally:
+            for judge in judges:
+                judge.deadline = 0.0  # of those that are interrupted
             pool.shutdown(cancel_futures=True)
 
 
@@ -298,7 +308,6 @@ def main(argv: list[str] | None = None) -> int:
     received = received_in(args.received) if args.received else {}
     policy, free_days = Policy(args.late_percent, args.late_days), FreeDays(args.free_days, args.lab)
     args.walls = f"in containers of {args.container}" if args.container else sandbox.described()
-    args.sandbox = not args.container and not sandbox.why_not()
     args.seed = new_seed() if args.seed is None else args.seed
     lab, results = load_labs()[args.lab], args.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
@@ -321,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
         flush=True,
     )
     try:
-        args.values = json.dumps(values_of(lab, args.seed)) if again else ""
+        args.values = values_of(lab, args.seed) if again else {}
     except JudgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -69,33 +69,19 @@ def plain(value: object) -> object:
     """A value as JSON can say it: numbers, texts, lists, and tensors as their dtype, shape and numbers."""
     if isinstance(value, torch.Tensor):
         kept = value.detach().cpu()
-        array = (
-            kept.numpy()
-            if kept.dtype in (torch.bool, torch.float64)
-            else (kept.float().numpy() if kept.is_floating_point() else kept.long().numpy())
-        )
-        return {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(kept.shape),
-            "values": array.ravel().tolist(),
-        }
+        listed = (kept.float() if kept.element_size() < 2 and kept.is_floating_point() else kept).flatten().tolist()
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(kept.shape), "values": listed}
     if isinstance(value, np.ndarray):
         return {"dtype": str(value.dtype), "shape": list(value.shape), "values": value.ravel().tolist()}
     if isinstance(value, np.generic):
         return value.item()
-    if (
-        isinstance(value, (bytes, torch.dtype))
-        or value is not None
-        and not isinstance(value, (bool, int, float, str, list, tuple, dict, set, frozenset, range))
-    ):
-        return str(value)
     if isinstance(value, (set, frozenset)):
         return sorted(map(plain, value))
     if isinstance(value, dict):
         return [[plain(key), plain(item)] for key, item in value.items()]
     if isinstance(value, (list, tuple, range)):
         return [plain(item) for item in value]
-    return value
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def tests_of(module: ModuleType, classes: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Iterator]]]:

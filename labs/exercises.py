@@ -37,6 +37,7 @@ class Exercise:
         minutes: how long it takes a student who knows PyTorch, about.
         hints: where to look when stuck, each saying more than the one before.
         tests: the classes of the lab's driver that judge it.
+        needs: other exercises of the lab whose functions these classes run.
         slow: texts of the function and what each becomes in the starter, where the learner gets a slow body, not none.
         prefix: the folder in the learner's that holds the lab's copies; "" is that folder itself.
     """
@@ -49,6 +50,7 @@ class Exercise:
     minutes: int
     hints: tuple[str, ...]
     tests: tuple[str, ...]
+    needs: tuple[str, ...] = ()
     slow: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
 
@@ -142,10 +144,10 @@ def load_labs() -> dict[str, Lab]:
         exercises = []
         for number, item in enumerate(entry.pop("exercises"), 0 if letter in VARIED else 1):
             path, name = item.pop("at").split("::")
-            hints, tests, slow = tuple(item.pop("hints")), tuple(item.pop("tests")), map(tuple, item.pop("slow", ()))
-            item = {"prefix": entry.get("prefix", "")} | item | {"slow": tuple(slow)}
-            identity = f"{letter.upper()}.{number}"
-            exercises.append(Exercise(id=identity, path=path, name=name, hints=hints, tests=tests, **item))
+            item = {"prefix": entry.get("prefix", "")} | item
+            item |= {key: tuple(item.get(key, ())) for key in ("hints", "tests", "needs")}
+            item["slow"] = tuple(map(tuple, item.get("slow", ())))
+            exercises.append(Exercise(id=f"{letter.upper()}.{number}", path=path, name=name, **item))
         folders = tuple(entry.pop("folders"))
         labs[letter] = Lab(letter=letter, folders=folders, exercises=tuple(exercises), **entry)
     return labs

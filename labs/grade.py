@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import select
 import shutil
@@ -23,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -64,6 +66,9 @@ class Judge:
         seed: of the drivers' inputs.
         recorded: what drivers sent on the reference with this seed, by class; more is added.
         seconds: in which a driver must send something.
+
+    Attributes:
+        deadline: of the monotonic clock, after which it runs nothing more.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Judge:
     ) -> None:
         self.seed, self.walls, self.seconds = seed, walls, seconds
         self.recorded: dict[str, list[str]] = {} if recorded is None else recorded
+        self.deadline = math.inf
         self._process: subprocess.Popen[bytes] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (without a name: an answer that deletes files finds none)
 
@@ -127,8 +133,10 @@ class Judge:
         """Run a lab's driver on answers; without one, on the reference. The arguments are those of `job`.
 
         Raises:
-            JudgeError: the judge ended before its first job, or in one of the reference's.
+            JudgeError: the judge ended before its first job, or in one of the reference's; or there is no time left.
         """
+        if time.monotonic() > self.deadline:
+            raise JudgeError("there was no time left")
         with self.job(lab, classes, answers, **options) as (job, places):
             is_new = self._process is None
             process = self._process = self._process or subprocess.Popen(
@@ -174,6 +182,35 @@ class Judge:
                 self.recorded[f"{lab.letter}.{name}"] = outcome.lines
         return [test for name in classes for test in values.read(self.recorded[f"{lab.letter}.{name}"])]
 
+    def report(self, lab: Lab, work: Path, only: list[str] | None = None) -> Report:
+        """Judge the exercises of a lab.
+
+        Args:
+            work: where the learner's copies are.
+            only: ids of exercises; None is all, and the whole stage.
+
+        Raises:
+            JudgeError: there is no copy, or no answer is to blame for an end.
+        """
+        copy = lab.copy_of(lab.package.replace(".", "/"), work)
+        if not copy.is_dir():
+            raise JudgeError(f"{copy} is not there; `make lab-{lab.letter}` writes the starter")
+        chosen = [exercise for exercise in lab.exercises if only is None or exercise.id in only]
+        report = Report(lab.letter, lab.title, [mark_for(exercise) for exercise in chosen])
+        report.walls = sandbox.described(self.walls) if self.walls else ""
+        report.tests, report.seed = hash_of_tests(lab.letter), self.seed
+        report.notes = intruders(work) + changes_in_given_code(lab, work)
+        judged = list(zip(chosen, report.marks, strict=True))
+        for exercise, mark in judged:
+            mark.state, mark.reason = _before_judging(exercise, work)
+            if not mark.state:
+                self.enter(mark, lab, [exercise], work)
+        if only is None and all(m.state == "passed" or e.is_break_it and m.state == "not judged" for e, m in judged):
+            whole = Mark(lab.letter, "", 0)
+            self.enter(whole, lab, list(lab.exercises), work)
+            report.whole = "right" if whole.state == "passed" else whole.reason
+        return report
+
     def enter(self, mark: Mark, lab: Lab, exercises: list[Exercise], work: Path) -> None:
         """Fill in a mark: passed if every value is that of the reference, else the first that is not says why.
 
@@ -207,14 +244,14 @@ class Judge:
         mark.state = "failed" if mark.reason else "passed"
 
     def _enter_test(self, mark: Mark, lab: Lab, exercise: Exercise, work: Path) -> None:
-        text = mutants.learners_test(exercise, work)
+        text, others = mutants.learners_test(exercise, work), tree.others(lab, [exercise], work)
 
         def run(change: Callable[[Path], None]) -> tuple[bool | None, str]:
             def with_test(folder: Path) -> None:
                 change(folder)
                 (folder / "test_break.py").write_text(text, encoding="utf-8")
 
-            outcome = self.run(lab, (), [], change=with_test, work=work)
+            outcome = self.run(lab, (), others, change=with_test, work=work)
             try:
                 line = json.loads(outcome.lines[0])
                 return bool(line["passed"]), values.shortened(str(line["error"]))
@@ -265,39 +302,10 @@ def unseen(work: Path | None) -> tuple[str, ...]:
     return tuple(map(str, found + ([work.resolve()] if work and not work.is_relative_to(ROOT) else [])))
 
 
-def grade(
-    lab: Lab,
-    work: Path = WORK,
-    only: list[str] | None = None,
-    seconds: float = SECONDS,
-    walls: tuple[str, ...] = (),
-    seed: int = 0,
-    recorded: dict[str, list[str]] | None = None,
-) -> Report:
-    """Judge the exercises of a lab.
-
-    Args:
-        work: where the learner's copies are.
-        only: ids of exercises; None is all.
-        seconds: in which a driver must send something.
-        walls, seed, recorded: as of `Judge`.
-    """
-    chosen = [exercise for exercise in lab.exercises if only is None or exercise.id in only]
-    report = Report(lab.letter, lab.title, [mark_for(exercise) for exercise in chosen])
-    report.walls = sandbox.described(walls) if walls else ""
-    report.tests, report.seed = hash_of_tests(lab.letter), seed
-    report.notes = intruders(work) + changes_in_given_code(lab, work)
-    judged = list(zip(chosen, report.marks, strict=True))
-    with Judge(seed, walls, recorded, seconds) as judge:
-        for exercise, mark in judged:
-            mark.state, mark.reason = _before_judging(exercise, work)
-            if not mark.state:
-                judge.enter(mark, lab, [exercise], work)
-        if only is None and all(m.state == "passed" or e.is_break_it and m.state == "not judged" for e, m in judged):
-            whole = Mark(lab.letter, "", 0)
-            judge.enter(whole, lab, list(lab.exercises), work)
-            report.whole = "right" if whole.state == "passed" else whole.reason
-    return report
+def grade(lab: Lab, work: Path = WORK, only: list[str] | None = None, **options: object) -> Report:
+    """Judge the exercises of a lab as `Judge.report` does, with a judge that has these options."""
+    with Judge(**options) as judge:
+        return judge.report(lab, work, only)
 
 
 @cache
@@ -391,9 +399,6 @@ def main(argv: list[str] | None = None) -> int:
     lab = load_labs()[args.lab]
     try:
         only = _chosen(lab, args.only)
-        copy = lab.copy_of(lab.package.replace(".", "/"), args.work)
-        if not copy.is_dir():
-            raise ValueError(f"{copy} is not there; `make lab-{lab.letter}` writes the starter")
         if args.show and (only is None or len(only) != 1):
             raise ValueError(f"SHOW=1 shows one exercise: ONLY={lab.exercises[0].id}")
         why_not = sandbox.why_not() if args.sandbox else ""
@@ -413,7 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         walls = sandbox.walls() if args.sandbox else ()
         recorded = json.load(sys.stdin) if args.values else _recorded(lab, args.seed)
-        report = grade(lab, args.work, only, walls=walls, seed=args.seed, recorded=recorded)
+        report = grade(lab, args.work, only, seed=args.seed, walls=walls, recorded=recorded)
     except JudgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -32,7 +32,7 @@ MEMORY = 12 << 30  # bytes of data that a job may have
 FILE_BYTES = 64 << 20  # that a file which a job writes may have, what it prints included
 REPORT_BYTES = 32 << 20  # that a job may send
 TAIL_BYTES = 1 << 16  # of what a job has printed, where the reason of its end is looked for
-MOST_SILENCES = 20  # a job has this many times the seconds in which something must come
+MOST_SILENCES = 10  # a job has this many times the seconds in which something must come
 HUNG = "ran longer than"  # how the reason begins
 SPOKE = "not allowed: it wrote more than its values"
 WARM = (
@@ -145,6 +145,7 @@ def _be_the_child(job: Job, sender: int, log: int, user: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sandbox.limit_processes()
         run(job)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -158,6 +159,8 @@ def _keep_to(job: Job, user: int) -> None:
     """Have this process write to its scratch folder alone; what was compiled before can be used, and not changed."""
     scratch = Path(job.folder, "scratch")
     os.chdir(scratch)
+    if sandbox.USER in job.walls:
+        sandbox.give(Path(job.folder), user)
     if sandbox.NAMESPACES in job.walls:
         sandbox.enclose(scratch, root=sandbox.USER in job.walls, hidden=job.hidden)
     if not job.walls:
@@ -169,7 +172,7 @@ def _keep_to(job: Job, user: int) -> None:
         link.symlink_to(library)
     os.environ |= {"TMPDIR": str(scratch), "HOME": str(scratch), "SIX_ENGINES_BUILD": str(build)}
     if sandbox.USER in job.walls:
-        sandbox.become_nobody(Path(job.folder), user)
+        sandbox.become_nobody(scratch, user)
 
 
 def _end(child: int, patience: float) -> int:

@@ -8,10 +8,9 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 from labs.exercises import LABS, ROOT, Exercise
 from labs.judge import HUNG
@@ -53,6 +52,7 @@ class Report:
         tests: a hash of the drivers that judged.
         seed: of their inputs; the same seed gives the same ones.
         walls: what kept the answers apart from the grader, in words; "" if nothing was asked for.
+        commit: of the repository that judged, "" outside of one; `python` and `torch` are the versions.
     """
 
     lab: str
@@ -64,6 +64,9 @@ class Report:
     seed: int = 0
     walls: str = ""
     graded_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    commit: str = field(default_factory=lambda: commit())
+    python: str = sys.version.split()[0]
+    torch: str = version("torch")
 
     @property
     def points(self) -> float:
@@ -79,23 +82,18 @@ class Report:
 
     def as_json(self) -> dict[str, object]:
         """Everything, under the names of the attributes."""
-        exercises = [asdict(mark) | {"points": mark.points} for mark in self.marks]
-        return {
-            "lab": self.lab,
-            "title": self.title,
-            "points": self.points,
-            "max_points": self.max_points,
-            "exercises": exercises,
-            "whole_stage": self.whole,
-            "notes": self.notes,
-            "graded_at": self.graded_at,
-            "tests": self.tests,
-            "seed": self.seed,
-            "walls": self.walls,
-            "commit": commit(),
-            "python": sys.version.split()[0],
-            "torch": torch.__version__,
-        }
+        found = asdict(self) | {"points": self.points, "max_points": self.max_points}
+        found["exercises"] = [asdict(mark) | {"points": mark.points} for mark in self.marks]
+        found["whole_stage"] = found.pop("whole")
+        del found["marks"]
+        return found
+
+    @classmethod
+    def from_json(cls, found: dict) -> Report:
+        """The report that `as_json` was called on."""
+        marks = [Mark(**{key: value for key, value in mark.items() if key != "points"}) for mark in found["exercises"]]
+        kept = {attribute.name: found[attribute.name] for attribute in fields(cls) if attribute.name in found}
+        return cls(**kept, marks=marks, whole=found["whole_stage"])
 
     def as_gradescope(self) -> dict[str, object]:
         """What Gradescope's autograder expects in `/autograder/results/results.json`."""
@@ -118,7 +116,7 @@ class Report:
             "output_format": "text",
             "execution_time": round(sum(mark.seconds for mark in self.marks)),
             "tests": tests,
-            "extra_data": {"commit": commit(), "tests": self.tests, "seed": self.seed, "walls": self.walls},
+            "extra_data": {"commit": self.commit, "tests": self.tests, "seed": self.seed, "walls": self.walls},
         }
 
     def as_otter(self) -> dict[str, object]:
@@ -146,7 +144,7 @@ class Report:
             "total": self.points,
             "possible": self.max_points,
             "results": questions,
-            "commit": commit(),
+            "commit": self.commit,
             "tests_hash": self.tests,
             "output": "\n".join(self.notes),
         }
@@ -171,7 +169,7 @@ class Report:
             lines.append("  " + tr("the whole stage, all of it yours, on the tutor: {verdict}").format(verdict=whole))
         lines += ["  " + tr("note: {note}").format(note=note) for note in self.notes]
         lines += (
-            [f"  commit {commit() or 'unknown'}, tests {self.tests}, seed {self.seed}; answers ran {self.walls}"]
+            [f"  commit {self.commit or 'unknown'}, tests {self.tests}, seed {self.seed}; answers ran {self.walls}"]
             if self.walls
             else []
         )

@@ -35,7 +35,7 @@ CAPABILITY_VERSION = 0x20080522
 PATIENCE = 30.0  # seconds in which processes that were killed have ended
 SCRATCH = "size=1g"  # of the folder that an enclosed process may write to
 NOBODIES = range(20_000, 60_000)  # numbers of users who own no file and no process, within what rootless containers map
-PROCESSES = 1000  # that such a user may have, threads included
+PROCESSES = 1000  # that an answer may have, threads included
 # What a process may be kept apart by: namespaces of its own, a user of its own.
 NAMESPACES, USER = "namespaces", "user"
 
@@ -158,20 +158,30 @@ def nobody() -> int:
     return NOBODIES[os.getpid() % len(NOBODIES)]
 
 
+def give(folder: Path, user: int) -> None:
+    """Let a user own a folder with all that is in it."""
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, user, user, follow_symlinks=False)
+
+
 def become_nobody(folder: Path, user: int) -> None:
-    """Go on, from root, as a user who owns nothing but `folder` and can signal nobody else's processes.
+    """Go on, from root, as a user who owns nothing but `folder` and what he was given, and can signal only his own.
 
     Raises:
         OSError: this process is not root's, or not with all of root's capabilities.
     """
-    for path in [folder, *folder.rglob("*")]:
-        os.chown(path, user, user, follow_symlinks=False)
+    give(folder, user)
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
     die_with_parent()  # the change of the user has ended that
     _call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
+
+
+def limit_processes() -> None:
+    """Let the user of this process have `PROCESSES` more than run on the machine now. It does not bind root."""
+    most = PROCESSES + sum(1 for _ in Path("/proc").glob("[0-9]*/task/*"))
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def walls() -> tuple[str, ...]:
@@ -193,8 +203,9 @@ def described(found: tuple[str, ...] | None = None) -> str:
     found = walls() if found is None else found
     if not found:
         return f"WITHOUT A WALL ({why_not()}): they can do what you can; use --container"
+    as_root = "" if os.getuid() else ", and start any number of processes"
     lacks = {
-        (NAMESPACES,): "in namespaces, but as your user: they can read what you can",
+        (NAMESPACES,): f"in namespaces, but as your user: they can read what you can{as_root}",
         (USER,): "as another user, but without namespaces: they have the network and can read what all may",
     }
     return lacks.get(found, "in namespaces, as another user")

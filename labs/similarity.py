@@ -18,7 +18,6 @@ from pathlib import Path
 
 from labs import bodies
 from labs.exercises import Exercise, Lab
-from labs.report import Mark, Report
 from labs.submission import Unusable, read_answer
 
 LENGTH, WINDOW = 8, 4
@@ -79,19 +78,3 @@ def _body(text: str, exercise: Exercise) -> str:
 
 def _dedented(body: str) -> str:
     return "if x:\n" + body if body[:1] in (" ", "\t") else body
-
-
-def report_of(plain: dict) -> Report:
-    """The report that a plain JSON was written from."""
-    names = Mark.__dataclass_fields__
-    marks = [Mark(**{key: value for key, value in mark.items() if key in names}) for mark in plain["exercises"]]
-    return Report(
-        plain["lab"],
-        plain["title"],
-        marks,
-        plain["whole_stage"],
-        plain["notes"],
-        plain["tests"],
-        plain["walls"],
-        plain["graded_at"],
-    )

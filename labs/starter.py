@@ -132,7 +132,7 @@ def next_steps(lab: Lab) -> str:
     lines += [
         f"make grade-{letter}                 {tr('the whole table; every exercise fails at first')}",
         f"make grade-{letter} ONLY={lab.exercises[0].id}        {tr('one exercise')}",
-        f"make {RUNS.get(letter, f'stage-{letter} LAB={letter}'):20}    {tr('run your engine on the tutor')}",
+        f"make {RUNS.get(letter, f'stage-{letter} LAB={letter}'):20}    {tr('run your engine')}",
     ]
     return "\n".join(lines)
 

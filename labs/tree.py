@@ -1,7 +1,7 @@
 """Write the folder in which an answer runs: the stages, the drivers, and in the place of one function the learner's.
 
-The folder is all that the answer's process imports. The reference's body of the judged function is not in it, nor is
-any expected value.
+The folder is all that the answer's process imports. Of the lab's exercises it has the reference's body only where the
+driver runs it besides the judged one (`needs` in `exercises.toml`), and no expected value.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from labs import bodies, no_triton
-from labs.exercises import LABS, ROOT, STAGES, Exercise, Lab, all_exercises
+from labs import bodies
+from labs.exercises import ROOT, STAGES, Exercise, Lab, all_exercises
 from labs.submission import Answer, Unusable, read_answer
 
 IGNORED = shutil.ignore_patterns("*.png", "work", "pack", "templates", "notebooks", "break_it", "values", "slides")
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 def write(lab: Lab, folder: Path, answers: Iterable[Answer] = ()) -> list[Place]:
-    """Write what a lab needs, with the bodies of these answers; returns where they are."""
+    """Write what a lab needs, with the bodies of these answers; returns where the learner's are."""
     top = lab.package.split(".")[0]
     later = STAGES[STAGES.index(top) + 1 :]
     for name in (*(stage for stage in STAGES if stage not in later), "csrc", "docs", "labs"):
@@ -38,9 +38,9 @@ def write(lab: Lab, folder: Path, answers: Iterable[Answer] = ()) -> list[Place]
             shutil.copytree(ROOT / name, folder / name, ignore=IGNORED, copy_function=_copy)
     shutil.copy(ROOT / "pyproject.toml", folder)  # the version
     (folder / "models").symlink_to(ROOT / "models")
-    return [
-        put(answer, folder / answer.exercise.path) for answer in answers if (folder / answer.exercise.path).exists()
-    ]
+    there = [answer for answer in answers if (folder / answer.exercise.path).exists()]
+    places = [(answer, put(answer, folder / answer.exercise.path)) for answer in there]
+    return [place for answer, place in places if answer.source]
 
 
 def _copy(source: str, target: str) -> None:
@@ -70,14 +70,14 @@ def put(answer: Answer, file: Path) -> Place:
     return Place(exercise.path, first, first + body.count("\n"), answer.body_line - first, shown)
 
 
-def answers_for(lab: Lab, judged: list[Exercise], work: Path | None) -> list[Answer]:
-    """The learner's answers: those to judge, and what the reference lacks, as that of a student edition does.
+def answers_for(lab: Lab, judged: list[Exercise], work: Path) -> list[Answer]:
+    """The bodies that the folder gets in the place of the reference's, those to judge last.
 
     Raises:
         Unusable: one that is judged is missing.
     """
     found = []
-    for exercise in judged if work else ():
+    for exercise in judged:
         answer = read_answer(exercise, work)
         if answer is None:
             raise Unusable(f"{exercise.id} is missing: the whole stage needs all functions of the lab")
@@ -85,26 +85,33 @@ def answers_for(lab: Lab, judged: list[Exercise], work: Path | None) -> list[Ans
     return [*others(lab, judged, work), *found]
 
 
-def others(lab: Lab, judged: list[Exercise], work: Path | None) -> list[Answer]:
-    """The learner's answers to other exercises, as far as the reference has none."""
+def others(lab: Lab, judged: list[Exercise], work: Path) -> list[Answer]:
+    """The bodies of exercises that are not judged: the learner's, or none.
+
+    The reference's stay where the driver of a judged one runs them (`needs`), so that another exercise's mistake costs
+    nothing here. What a student edition's reference lacks is always the learner's.
+    """
+    needed = {key for exercise in judged for key in exercise.needs}
     found = []
-    for exercise in all_exercises() if work else ():
-        left_out = exercise not in judged and not exercise.is_break_it and is_left_out(exercise)
-        if left_out and (exercise.is_python or exercise.lab == lab.letter):
-            if no_triton.needs(exercise) and no_triton.is_missing():
-                continue
-            try:
-                answer = read_answer(exercise, work)
-            except Unusable:
-                continue
-            found += [answer] if answer else []
+    for exercise in all_exercises():
+        is_own = exercise.lab == lab.letter and exercise.id not in needed
+        if exercise in judged or exercise.is_break_it or not (is_own or exercise.is_python and is_left_out(exercise)):
+            continue
+        try:
+            found.append(read_answer(exercise, work) or missing(exercise))
+        except Unusable:
+            found.append(missing(exercise))
     return found
+
+
+def missing(exercise: Exercise) -> Answer:
+    """In the place of an answer what the starter has, or in CUDA what compiles and cannot be run."""
+    text = exercise.starter_text(exercise.reference.read_text(encoding="utf-8"))
+    span = bodies.find(text, exercise.name, exercise.path)
+    body = text[span.body_start : span.body_end]
+    return Answer(exercise, Path(), "", 0, "__builtin_trap();" if "static_assert(false" in body else body, 0)
 
 
 def is_left_out(exercise: Exercise) -> bool:
     """Whether this repository has the starter in the place of the reference."""
     return exercise.reference.is_file() and exercise.message in exercise.reference.read_text(encoding="utf-8")
-
-
-def drivers_of(letter: str) -> Path:
-    return LABS / "tests" / f"test_lab_{letter}.py"

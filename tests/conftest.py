@@ -24,9 +24,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator  # noqa: E402
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+hypothesis.settings.register_profile("thorough", max_examples=300)
 ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 1 << 14  # elements
 # Seconds that a test may take where the default is too short, by its markers and fixtures: the first one builds an

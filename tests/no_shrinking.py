@@ -2,5 +2,5 @@
 
 from hypothesis import Phase, settings
 
-settings.register_profile("no shrinking", derandomize=True, phases=[Phase.explicit, Phase.generate])
+settings.register_profile("no shrinking", max_examples=300, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("no shrinking")

@@ -9,6 +9,7 @@ from operator import or_
 
 import pytest
 from contract.engines import CHATS, ids
+from stand_ins import forked_ranks
 
 import beyond
 import beyond.experts
@@ -53,7 +54,7 @@ def options_of(names: tuple[str, ...]) -> dict[str, object]:
 
 def answers(*names: str) -> list[list[int]]:
     """What the tutor answers with these options."""
-    with closing(beyond.LLM("tutor", device="cpu", **options_of(names))) as llm:
+    with forked_ranks(), closing(beyond.LLM("tutor", device="cpu", **options_of(names))) as llm:
         return ids(llm.chat(CHATS, GREEDY))
 
 

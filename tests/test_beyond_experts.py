@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import random
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from contract.engines import ask
 from ranks import forked_ranks
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.micro import expert_ranks
 from beyond.experts.parallel import check_expert_parallel
@@ -31,6 +33,8 @@ PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (20, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FAMILIES = ("qwen3-moe-tiny", "qwen2-moe-tiny", "mixtral-tiny")
 MODEL = "qwen3-moe-tiny"
+RANKS = [{"tensor_parallel_size": 2, "expert_parallel": way} for way in ("sum", "all_to_all")]
+F32, BF16 = torch.float32, torch.bfloat16
 WITH_EXPERTS = ("stage_a_naive", "stage_b_decode_step", "beyond.experts")
 
 
@@ -42,9 +46,53 @@ def tokens_of(path: Path, package: str = "beyond.experts", **options: object) ->
         llm.close()
 
 
+@cache
+def transformers_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
 def tokens_of_transformers(path: Path) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return [loop.generate(model, prompt, eos_id=-1, max_tokens=GREEDY.max_tokens) for prompt in PROMPTS]
+
+
+@cache
+@torch.inference_mode()
+def scores_of_transformers(path: Path, dtype: torch.dtype, *ids: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of every position, and every layer's router scores `[positions, experts]`, in float32."""
+    model, routers = transformers_model(path, dtype), []
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    hooks = [gate.register_forward_hook(lambda *call: routers.append(call[-1][0].float())) for gate in gates]
+    logits = model(torch.tensor([ids])).logits[0].float()
+    for hook in hooks:
+        hook.remove()
+    return logits, routers
+
+
+def check_in_bfloat16(path: Path, prompts: list[list[int]], answers: list[list[int]]) -> int:
+    """Check answers in bfloat16 by transformers' margins in float32; return the number of tokens that are certain.
+
+    A token is certain if its logit leads by more than transformers' own bfloat16 moves the difference of two logits in
+    this text, and at no position before it the last chosen expert leads by less than bfloat16 moves two router scores.
+    """
+    certain = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = prompt + answer[:-1]
+        (exact, routers), (rounded, near) = (scores_of_transformers(path, t, *text) for t in (F32, BF16))
+        wide = torch.ones(len(text), dtype=torch.bool)
+        for scores, moved in zip(routers, near, strict=True):
+            per_token = transformers_model(path, F32).config.num_experts_per_tok
+            last, next_one = scores.topk(per_token + 1).values[:, -2:].unbind(-1)
+            wide &= last - next_one > 2 * (scores - moved).abs().max()
+        best, second = exact.topk(2).values.unbind(-1)
+        wide = wide.cummin(0).values & (best - second > 2 * (exact - rounded).abs().max())
+        for i, token in enumerate(answer, len(prompt) - 1):
+            if wide[i]:
+                assert token == exact[i].argmax(), f"after {text[: i + 1]}"
+                certain += 1
+            elif token != exact[i].argmax():
+                break
+    return certain
 
 
 def change_weights(path: Path, change) -> Path:
@@ -205,6 +253,31 @@ def test_ranks_with_a_part_of_every_expert_or_with_whole_ones_give_the_tokens_of
     path = save_tiny(tmp_path, family)
     with forked_ranks():
         assert tokens_of(path, tensor_parallel_size=2, **options) == tokens_of_transformers(path)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [*(("cpu", options) for options in ({}, *RANKS)), pytest.param("cuda", {}, marks=pytest.mark.gpu)],
+    ids=str,
+)
+def test_in_bfloat16_tokens_are_transformers_where_rounding_cannot_decide(
+    tiny: Path, device: str, options: dict
+) -> None:
+    numbers = random.Random(0)
+    prompts = [numbers.choices(range(1, 4000), k=numbers.randint(1, 3)) for _ in range(60)]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with forked_ranks():
+        llm = importlib.import_module("beyond.experts").LLM(tiny, device=device, dtype="bfloat16", **options)
+    try:
+        answers = ask(llm, prompts, params)
+    finally:
+        llm.close()
+    assert check_in_bfloat16(tiny, prompts, answers) >= 25, "of 180 tokens"
 
 
 @pytest.mark.parametrize("way", ["sum", "all_to_all"])

@@ -6,7 +6,8 @@ import json
 import socket
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from serving import assert_idle, engine, httpx, running
 
@@ -92,7 +93,7 @@ ASKED = {
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_whatever_is_asked_is_answered(client, llm, kind):
-    @settings(max_examples=40, deadline=None)
+    @examples(14)
     @given(asked=ASKED[kind])
     def ask(asked):
         path, body = asked

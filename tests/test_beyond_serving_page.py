@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -44,18 +44,30 @@ def runs_and_is_idle(server, llm):
     assert_idle(llm)
 
 
-@pytest.fixture
-def page():  # not the module's: as long as Playwright is there, so is its event loop
+@pytest.fixture(scope="module")
+def browser():
     if CHROMIUM is None:
         pytest.skip("no Chromium, or no Playwright to drive it: apt-get install chromium; pip install -e .[browser]")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver, driver.chromium.launch(executable_path=CHROMIUM) as browser:
-        page, errors = browser.new_page(), []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        yield page
-        assert errors == []
+        yield browser
+
+
+@pytest.fixture
+def page(browser):
+    page, errors = browser.new_page(), []  # in a context of its own
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    yield page
+    page.close()
+    assert errors == []
+
+
+def run_coroutine(coroutine):
+    """Run a coroutine in a thread: in this one, Playwright's event loop runs."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(asyncio.run, coroutine).result()
 
 
 def pictures(response):
@@ -202,7 +214,7 @@ def test_a_picture_is_sent_when_something_changes_and_none_is_made_while_no_page
         await asyncio.sleep(4 * PICTURE_SECONDS)
         assert len(asked) == num_asked
 
-    asyncio.run(play())
+    run_coroutine(play())
 
 
 def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leaves_it_to_the_others():
@@ -221,7 +233,7 @@ def test_pages_that_look_at_the_same_time_share_a_picture_and_one_that_goes_leav
         assert {json.loads(await picture)["num_blocks"] for picture in stay} == {96}
         assert len(asked) == 2
 
-    asyncio.run(play())
+    run_coroutine(play())
 
 
 def request(i: int, **values: object) -> dict:
@@ -522,7 +534,7 @@ def test_the_last_event_says_what_ended_the_engine():
         loop.closed, loop.failure = True, RuntimeError("the engine's process died (SIGKILL)")
         await PictureStream(view)({}, asyncio.Event().wait, send)
 
-    asyncio.run(play())
+    run_coroutine(play())
     assert sent == [{"failure": "the engine's process died (SIGKILL)"}]
 
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract.engines import MODEL, ask, finish, ids
+from examples import examples
 from fake_engines import FinishedDrafts, following, make_guessing
 from fake_model import completion_of, make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import SHARING, admit_whoever_fits, forked_ranks
 from stand_ins import EagerRecorder, forwards_of, with_megakernel
@@ -225,7 +226,7 @@ def test_a_draft_is_what_followed_the_last_time():
     assert drafted([7, 7, 7], size=2) == [7, 7, 7, 7]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=60), st.integers(1, 4))
 def test_tokens_that_come_one_by_one_are_found_as_well(tokens, size):
     drafter = NgramDrafter(5, size)

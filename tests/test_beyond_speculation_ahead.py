@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract.engines import MODEL, PROMPTS, ask
+from examples import examples
 from fake_engines import DRAFT, make_ahead
 from fake_model import answer_alone, completion_of, make_request, run_all
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import admit_whoever_fits
 from stand_ins import EagerRecorder
@@ -35,7 +36,7 @@ POOL = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_t
 # ---- the table -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=40), min_size=1, max_size=3), st.integers(1, 6))
 def test_the_device_guesses_what_the_host_would(texts, count):
     table = TokenTable(len(texts), 60, count, torch.device("cpu"))

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from contract.engines import NOTHING, PROMPTS, ask, held, one_by_one, record
+from examples import examples
 from fake_engines import HashDrafter, make_guessing_windowed, make_windowed
 from fake_model import check_books, completion_of, make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from stand_ins import forked_ranks
 
 import beyond
 from beyond.windows.blocks import HybridBlockManager, WindowBlocks
@@ -174,7 +176,7 @@ def test_guesses_take_no_more_windowed_blocks_than_are_promised(size: int, error
 
 
 @pytest.mark.fast
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(
     num_blocks=st.integers(2, 5000),
     size=st.sampled_from([1, 4, 16]),
@@ -249,7 +251,7 @@ WAYS = {
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_two_pools_give_the_tokens_of_transformers(right, options: dict) -> None:
-    with closing(beyond.LLM(MODEL, device="cpu", hybrid_kv_cache=True, **TIGHT | options)) as llm:
+    with forked_ranks(), closing(beyond.LLM(MODEL, device="cpu", hybrid_kv_cache=True, **TIGHT | options)) as llm:
         assert isinstance(llm.kv_cache, HybridKVCache)
         assert llm.kv_cache.num_window_blocks <= llm.kv_cache.num_blocks
         assert (llm.kv_cache.limits.num_guesses > 0) == ("speculation" in options)
@@ -270,7 +272,7 @@ def test_recorded_steps_of_two_pools_give_the_same_tokens(right) -> None:
             assert ask(llm, PROMPTS, LONGER) == ask(llm, PROMPTS, LONGER) == right
 
 
-@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"quantization": "int8"}])
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8", "quantization": "int8"}])
 def test_two_pools_in_eight_bits_give_the_tokens_of_one(options: dict) -> None:
     answers = []
     for hybrid in (False, True):

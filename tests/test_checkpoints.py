@@ -19,7 +19,7 @@ from stage_c_fused_mlp.patch import replace_mlp_in_qwen
 PROMPT = [5, 600, 7, 8, 1234, 9]
 NEW_TOKENS = 12
 NEEDS_COMPILER = {"stage_c_fused_mlp": [pytest.mark.compiler]}
-STAGES = [pytest.param(package, marks=NEEDS_COMPILER.get(package, ())) for package in PACKAGES]
+STAGES = [pytest.param(name, marks=NEEDS_COMPILER.get(name, ())) for name in PACKAGES[:4]]  # later ones load as D does
 
 
 def write_checkpoint(path, preset: str, *, tied: bool, shard_size: str, shift: int) -> list[int]:

@@ -52,7 +52,10 @@ def test_at_most_five_failed_tests_get_a_second_try_alone(
     )
 
 
-def test_what_the_suite_was_told_to_ignore_ends_the_programs_that_tests_start(tmp_path: Path) -> None:
+def test_what_the_suite_was_told_to_ignore_ends_the_programs_that_tests_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "test_signals.py").write_text(
         "import signal, subprocess, sys\n"
         "def test_a_child_has_the_default():\n"

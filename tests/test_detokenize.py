@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -72,7 +73,7 @@ def stream(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
 
 
 @every_tokenizer
-@settings(max_examples=120, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_pieces_of_any_ids_join_to_what_the_tokenizer_decodes(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
@@ -85,7 +86,7 @@ def test_pieces_of_any_ids_join_to_what_the_tokenizer_decodes(name: str, data: s
 
 
 @every_tokenizer
-@settings(max_examples=80, deadline=None)
+@examples(27)
 @given(data=st.data())
 def test_an_answer_is_decoded_behind_the_prompts_last_token(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
@@ -124,7 +125,7 @@ def test_after_a_placeholder_a_text_begins_anew() -> None:
 
 
 @every_tokenizer
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_ids_beyond_the_vocabulary_show_as_placeholders_in_the_same_text(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
@@ -135,7 +136,7 @@ def test_ids_beyond_the_vocabulary_show_as_placeholders_in_the_same_text(name: s
 
 
 @pytest.mark.parametrize("make", [byte_fallback, byte_level])
-@settings(max_examples=80, deadline=None)
+@examples(27)
 @given(text=st.text(max_size=12))
 def test_encoded_text_comes_back_in_pieces(make: Callable[[], PreTrainedTokenizerFast], text: str) -> None:
     tokenizer = TOKENIZERS[make.__name__.replace("_", " ")]
@@ -235,7 +236,7 @@ def test_text_held_back_for_a_stop_string_that_does_not_come_is_released_at_the_
     assert completion.finish_reason == "length"
 
 
-@settings(max_examples=80, deadline=None)
+@examples(27)
 @given(text=st.text(max_size=30), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2))
 def test_streamed_pieces_join_to_exactly_the_final_text(text: str, stop: list[str]) -> None:
     ids = ids_of(text)
@@ -246,7 +247,7 @@ def test_streamed_pieces_join_to_exactly_the_final_text(text: str, stop: list[st
     assert completion.text == whole[: min(cuts)] if cuts else completion.text == whole
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(token_ids=st.lists(st.integers(0, 4200), max_size=30), max_tokens=st.integers(1, 30))
 def test_text_made_at_the_end_equals_text_made_on_the_way(token_ids: list[int], max_tokens: int) -> None:
     request = Request(0, [1], SamplingParams(max_tokens=max_tokens), seed=0)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
+from examples import examples
 from fake_engines import ROWS, Make
 from fake_model import check_books, make_calls, make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interrupts import answer_all
 from test_stage_e_fuzz import arrivals, arrivals_of, run_and_compare, settings_of_engine
@@ -28,7 +29,7 @@ seeds, error_rates = st.integers(0, 2**16), st.sampled_from([0.0, 0.2, 0.6, 1.0]
 
 
 @pytest.mark.parametrize("row", ROW_PARAMS)
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(requests, settings_of_engine(), seeds, error_rates, st.booleans())
 def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_alone(
     row, requests, options, seed, rate, whole_prompts
@@ -73,7 +74,7 @@ def check_first_in_line(scheduler: Scheduler, step: ScheduledStep) -> None:
 
 
 @pytest.mark.parametrize("row", ["one step at a time", *ROWS])
-@settings(max_examples=40, deadline=None)
+@examples(14)
 @given(
     st.lists(arrivals_of(5, 10), min_size=1, max_size=8),
     tight_settings(),
@@ -134,7 +135,7 @@ def make_and_expected(request: pytest.FixtureRequest) -> tuple[Make, tuple[dict,
     return make, expected
 
 
-@settings(max_examples=25, deadline=None)
+@examples(9)
 @given(part=st.floats(0, 1))
 def test_an_interrupt_at_any_line_costs_no_request_a_token(make_and_expected, part):
     make, (expected, lines) = make_and_expected

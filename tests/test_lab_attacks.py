@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,9 +17,10 @@ import pytest
 
 from labs import batch, grade, sandbox, values
 from labs.exercises import ROOT, exercise_of, load_labs
-from labs.report import Mark
+from labs.report import Mark, Report
 from tests.test_labs import ATTACKS as BODIES
 from tests.test_labs import judge, submission
+from tests.test_labs_first_steps import LEFT_OUT
 
 WRONG = {  # lab A with nothing right in it
     name: "return 0"
@@ -111,7 +114,7 @@ behind_each_wall = pytest.mark.parametrize(
 TRIES = [
     ("read the reference", "open('ROOT/stage_a_naive/chat.py')", "FileNotFoundError", "done"),
     ("read the drivers of the checkout", "os.listdir('ROOT/labs')[0]", "IndexError", "done"),
-    ("read the submission", "open('WORK/stage_a_naive/chat.py')", "FileNotFoundError", "done"),
+    ("read the submission", "open('WORK/stage_a_naive/chat.py')", "FileNotFoundError", "PermissionError"),  # pytest's
     ("write beside the submission", "open('OUTSIDE', 'w')", "OSError", "PermissionError"),
     ("write into the grader's checkout", "open('ROOT/labs/grade.py', 'a')", *["PermissionError"] * 2),
     ("delete the submission", "shutil.rmtree('WORK')", "OSError", "PermissionError"),
@@ -150,8 +153,13 @@ def test_an_answer_behind_a_wall_reaches_no_file_and_no_process_and_leaves_none(
         mark = judged_behind("A.1", submission(work, "a", chatml=body), walls)
     expected = {what: behind if walls == NAMESPACES else other for what, _, behind, other in TRIES}
     if len(walls) == 2:
-        expected |= {what: behind for what, _, behind, _ in TRIES if what in ("use the network", "signal the grader")}
-        expected |= {"signal the judge": "PermissionError"}
+        of_namespaces = (
+            "read the reference",
+            "read the drivers of the checkout",
+            "use the network",
+            "signal the grader",
+        )
+        expected |= {what: behind for what, _, behind, _ in TRIES if what in of_namespaces}
     got = ast.literal_eval(mark.reason.removeprefix("RuntimeError: ").partition(" (")[0])
     assert dict(zip(expected, got, strict=True)) == expected, mark
     assert (work / "stage_a_naive" / "chat.py").exists()
@@ -182,6 +190,64 @@ def test_a_sandbox_ends_with_what_is_in_it_and_as_it_does(walls, tmp_path):
     assert marks[2].reason.startswith(unharmed), "its parent is out of its reach"
 
 
+CLOSED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, CLONE)
+from labs import grade
+from labs.exercises import exercise_of, load_labs
+from labs.report import Mark
+with grade.Judge(7, ("user",)) as judge:
+    for work in ("reads", "right"):
+        mark = Mark("A.1", "", 10)
+        judge.enter(mark, load_labs()["a"], [exercise_of("A.1")], Path(WORK, work))
+        print(mark.state, mark.reason)
+"""
+READS = "open('CLONE/README.md').read()\nreturn open('CLONE/stage_a_naive/chat.py').read()"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sandbox.USER not in HERE, reason=f"here: {HERE}")
+def test_another_user_reads_no_reference_in_a_checkout_that_is_closed(tmp_path):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # as a checkout that all may enter
+        clone = Path(shutil.copytree(ROOT, Path(folder, "clone"), ignore=LEFT_OUT))
+        for closed in (*clone.glob("stage_*"), clone / "beyond", clone / "csrc", clone / "labs"):
+            closed.chmod(0o700)
+        submission(tmp_path / "reads", "a", chatml=READS.replace("CLONE", str(clone)))
+        submission(tmp_path / "right", "a")
+        program = CLOSED.replace("CLONE", repr(str(clone))).replace("WORK", repr(str(tmp_path)))
+        done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    reads, right = done.stdout.splitlines()
+    assert reads.startswith("failed PermissionError: ") and right.strip() == "passed", done.stdout
+
+
+THREADS = """
+import threading
+threading.stack_size(1 << 16)
+stop, started = threading.Event(), 0
+try:
+    while started < 9000:
+        threading.Thread(target=stop.wait, daemon=True).start()
+        started += 1
+except RuntimeError:
+    stop.set()
+raise RuntimeError(started)
+"""
+
+
+@pytest.mark.slow
+@linux
+def test_an_answer_starts_so_many_threads_and_no_more(tmp_path):
+    if os.getuid() == 0 and sandbox.USER not in HERE:
+        assert "start any number of processes" in sandbox.described(NAMESPACES)
+        pytest.skip("no limit binds root, and this Python is no other user's to read")
+    reason = judged_behind("A.1", submission(tmp_path, "a", chatml=THREADS), HERE).reason
+    started = int(reason.removeprefix("RuntimeError: ").split()[0])
+    running = len(list(Path("/proc").glob("[0-9]*/task/*")))
+    assert sandbox.PROCESSES // 2 < started < min(9000, sandbox.PROCESSES + running + 100), reason
+
+
 @pytest.mark.slow
 @needs_a_wall
 def test_in_a_sandbox_a_right_lab_is_right(tmp_path, capsys):
@@ -191,16 +257,15 @@ def test_in_a_sandbox_a_right_lab_is_right(tmp_path, capsys):
     assert "100/100" in table and "on the tutor: right" in table
 
 
-def test_where_there_is_no_sandbox_none_is_promised(tmp_path, monkeypatch, interpreter, capsys):
+def test_where_there_is_no_sandbox_none_is_promised(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sandbox, "why_not", lambda: "no such luck")
     monkeypatch.setattr(sandbox, "walls", tuple)
     monkeypatch.setattr(batch, "values_of", lambda *_: {})
     work = submission(tmp_path / "submissions" / "ada", "a", chatml="return 0")
     assert grade.main(["a", "--work", str(work), "--sandbox"]) == 2
     assert "--sandbox cannot be had here (no such luck); grade without it" in capsys.readouterr().err
-    interpreter("import sys; sys.exit(f'error: started with {sys.argv[1:]}')")
+    monkeypatch.setattr(grade.Judge, "report", lambda judge, *_: Report("a", str(judge.walls), [Mark("A.1", "one", 9)]))
     assert batch.main(["a", str(tmp_path / "submissions"), str(tmp_path / "results")]) == 0
     first_line = capsys.readouterr().out.splitlines()[0]
     assert first_line.endswith("answers run WITHOUT A WALL (no such luck): they can do what you can; use --container")
-    summary = (tmp_path / "results" / "summary.csv").read_text()
-    assert "error: started with" in summary and "--sandbox" not in summary
+    assert '"title": "()"' in (tmp_path / "results" / "ada.json").read_text()

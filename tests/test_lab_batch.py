@@ -6,46 +6,36 @@ import csv
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from labs import batch, sandbox, submit
-from labs.exercises import load_labs
+from labs.exercises import Lab, load_labs
+from labs.grade import Judge, JudgeError
 from labs.lateness import FreeDays
 from labs.report import Mark, Report, commit
 from tests.test_labs import mark_of, submission
 
 LAB = load_labs()["a"]
-# A grader that gives 10 points, notes whom it graded, and is interrupted at the student in `stop`.
-GRADER = """
-import json, pathlib, sys
-words = dict(zip(sys.argv, sys.argv[1:]))
-asked, stop = pathlib.Path(ASKED), pathlib.Path(STOP)
-student = pathlib.Path(words["--work"]).name
-if stop.exists() and student == stop.read_text():
-    sys.exit("error: no more memory")
-with asked.open("a") as log:
-    print(student, file=log)
-mark = {"id": "A.1", "title": "one", "max_points": 10, "state": "passed", "points": 10, "seconds": 1.5}
-report = {"lab": "a", "title": "t", "points": 10, "exercises": [mark], "notes": [], "whole_stage": "", "tests": "x"}
-report |= {"commit": "", "walls": "", "graded_at": "now"}
-pathlib.Path(words["--json"]).write_text(json.dumps(report))
-"""
 
 
 @pytest.fixture
-def course(tmp_path: Path, interpreter: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three submissions of lab A, and a grader that is quick."""
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three submissions of lab A, and a judge that gives 10 points, and fails at the student in `stop`."""
+
+    def report(judge: Judge, lab: Lab, work: Path) -> Report:
+        stop = tmp_path / "stop"
+        if stop.exists() and work.name == stop.read_text():
+            raise JudgeError("no more memory")
+        with (tmp_path / "asked").open("a") as log:
+            print(work.name, file=log)
+        return Report("a", "t", [Mark("A.1", "one", 10, "passed", seconds=1.5)])
+
     monkeypatch.setattr(batch, "values_of", lambda *_: {})
-    names = {"ASKED": tmp_path / "asked", "STOP": tmp_path / "stop"}
-    program = GRADER
-    for name, path in names.items():
-        program = program.replace(name, repr(str(path)))
+    monkeypatch.setattr(Judge, "report", report)
     for student in ("ada", "bob", "cay"):
         (tmp_path / "submissions" / student / "stage_a_naive").mkdir(parents=True)
-    interpreter(program)
     return tmp_path
 
 
@@ -79,7 +69,7 @@ def test_moodles_folders_with_an_archive_in_each_are_unpacked_under_the_students
 def test_a_run_goes_on_where_it_was_interrupted_and_a_student_can_be_graded_again(course, capsys):
     (course / "stop").write_text("bob")
     assert run(course) == ["ada", "cay"]
-    assert rows(course)["bob"]["problem"] == "error: no more memory" and rows(course)["cay"]["A.1"] == "10"
+    assert rows(course)["bob"]["problem"] == "no more memory" and rows(course)["cay"]["A.1"] == "10"
     (course / "stop").unlink()
     assert run(course, "--resume") == ["bob"], "who has a row without a problem keeps it"
     assert run(course, "--resume") == []

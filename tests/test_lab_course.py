@@ -18,7 +18,7 @@ import pytest
 
 from labs import batch, container, gradescope, sandbox, starter, student_repo, submit
 from labs.exercises import LABS, ROOT, exercise_of, load_labs
-from labs.grade import grade
+from labs.grade import JudgeError, grade
 from labs.lateness import Policy, moment
 from tests.test_labs import judge, submission
 from tests.test_labs_first_steps import LEFT_OUT
@@ -185,19 +185,21 @@ def test_a_container_sees_one_student_has_no_network_and_ends(tmp_path):
 def test_each_student_has_a_folder_for_marks_and_all_have_the_same_seed_and_values(tmp_path, docker, monkeypatch):
     for student in ("ada", "bob"):
         learners_folder(tmp_path / "submissions" / student)
-    monkeypatch.setattr(batch, "_problem_of", lambda *words: asked.append(words) or "not run")
+    monkeypatch.setattr(batch, "_run", lambda *words: asked.append(words))
     monkeypatch.setattr(batch, "values_of", lambda lab, seed: {"d.X": [str(seed)]})
     asked: list = []
     assert batch.main(["d", str(tmp_path / "submissions"), str(tmp_path / "results"), "--container", "image"]) == 0
     mounts = [[word for word in words if ":/" in word] for words, *_ in asked]
     assert [len(each) for each in mounts] == [2, 2] and not {*mounts[0]} & {*mounts[1]}
     [seed] = {words[words.index("--seed") + 1] for words, *_ in asked}
-    assert [json.loads(values) for _, _, values, _ in asked] == [{"d.X": [seed]}] * 2 and int(seed) > 0
+    assert [json.loads(values) for _, values, _ in asked] == [{"d.X": [seed]}] * 2 and int(seed) > 0
+    assert "the grader wrote no marks" in (tmp_path / "results" / "summary.csv").read_text()
 
 
 def test_a_container_that_does_not_end_is_removed(tmp_path, docker, monkeypatch):
     monkeypatch.setattr(batch, "STUDENT_SECONDS", -59.9)
-    assert "not done after" in batch._problem_of(["sleep", "60"], dict(os.environ), "", "its-name")
+    with pytest.raises(JudgeError, match="not done after"):
+        batch._run(["sleep", "60"], "", "its-name")
     assert docker() == [["rm", "--force", "its-name"]]
 
 
@@ -266,7 +268,7 @@ exec(sys.argv[-1])
 def test_without_triton_and_linux_the_labs_are_judged_but_for_kernels(tmp_path, monkeypatch, interpreter):
     interpreter(ELSEWHERE)
     monkeypatch.setitem(sys.modules, "triton", None)
-    keys = ("A.1", "B.1", "D.5", "E.4", "G.1", "H.1")
+    keys = ("A.1", "B.1", "D.5", "E.4", "G.1", "H.1", "L.6")
     for key in keys:
         starter.write_starter(load_labs()[key[0].lower()], tmp_path / key, missing=[])
     assert [mark for mark in judge([(key, tmp_path / key) for key in keys]) if mark.state != "passed"] == []

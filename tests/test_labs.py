@@ -35,7 +35,7 @@ def test_there_are_enough_exercises_and_every_lab_adds_up_to_100_points():
     assert len(all_exercises()) >= 22
     for lab in load_labs().values():
         assert len(lab.exercises) >= 3 and lab.points == 100, lab.letter
-        assert any(exercise.is_break_it for exercise in lab.exercises) == (lab.letter in "defgjk")
+        assert any(exercise.is_break_it for exercise in lab.exercises) == (lab.letter in "defgjkl")
         assert lab.letter == "p" or not any(exercise.slow for exercise in lab.exercises)
         share = sum(exercise.minutes for exercise in lab.exercises) / lab.points
         odd = [e.id for e in lab.exercises if not 0.58 < e.points * share / e.minutes < 1.75]
@@ -243,8 +243,9 @@ def test_reference_and_other_answers_get_what_they_deserve(letter, is_whole, tmp
 )
 def test_right_answers_are_right_with_other_inputs_too(letter, tmp_path):
     lab = load_labs()[letter]
-    starter.write_starter(lab, tmp_path / "reference", missing=[])
-    keys = [(exercise.id, tmp_path / "reference") for exercise in lab.exercises]
+    keys = [(exercise.id, tmp_path / exercise.id) for exercise in lab.exercises]
+    for exercise, (_, work) in zip(lab.exercises, keys, strict=True):  # nothing else is handed in
+        starter.write_starter(lab, work, missing=[other for other in lab.exercises if other is not exercise])
     for number, answer in enumerate(answers("right", letter)):
         write_answer(answer, tmp_path / str(number))
         keys.append((answer["exercise"], tmp_path / str(number)))
@@ -286,10 +287,10 @@ def test_grading_the_reference_gives_100_points_and_runs_the_whole_stage(done, c
     assert [exercise["id"] for exercise in report["exercises"]] == [e.id for e in load_labs()["a"].exercises]
 
 
-def submission(tmp_path: Path, letter: str, **bodies_by_name: str) -> Path:
-    """A copy of the reference in which some functions have other bodies, named by their last name."""
+def submission(tmp_path: Path, letter: str, alone: bool = False, **bodies_by_name: str) -> Path:
+    """A copy of the reference, or if `alone` the starter, in which functions, by their last name, have other bodies."""
     lab = load_labs()[letter]
-    starter.write_starter(lab, tmp_path, missing=[])
+    starter.write_starter(lab, tmp_path, missing=None if alone else [])
     for exercise in lab.exercises:
         if exercise.name.split(".")[-1] in bodies_by_name:
             file = exercise.copy_in(tmp_path)
@@ -377,16 +378,31 @@ def test_what_would_take_over_the_judge_is_never_run_and_named(tmp_path, monkeyp
 ATTACKS = tomllib.loads((Path(__file__).parent / "lab_attacks.toml").read_text(encoding="utf-8"))
 
 
+def forged(exercise: str, body: str, folder: Path) -> tuple[str, Path]:
+    """A submission that has nothing but this body."""
+    name = exercise_of(exercise).name.split(".")[-1]
+    return exercise, submission(folder, exercise[0].lower(), alone=True, **{name: body})
+
+
 @pytest.fixture(scope="module")
-def forged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mark]:
+def marks_of_forgeries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mark]:
     """The marks of forgeries of A.1."""
-    keys = [("A.1", submission(tmp_path_factory.mktemp("f"), "a", chatml=b)) for b in ATTACKS["forgeries"].values()]
+    keys = [forged("A.1", body, tmp_path_factory.mktemp("f")) for body in ATTACKS["forgeries"].values()]
     return dict(zip(ATTACKS["forgeries"], judge(keys, seed=7), strict=True))
 
 
 @pytest.mark.parametrize("name", ATTACKS["forgeries"])
-def test_a_forgery_earns_nothing(name, forged):
-    assert forged[name].state == "failed" and forged[name].reason, forged[name]
+def test_a_forgery_earns_nothing(name, marks_of_forgeries):
+    assert marks_of_forgeries[name].state == "failed" and marks_of_forgeries[name].reason, marks_of_forgeries[name]
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_forgery_in_another_lab_earns_nothing(tmp_path):
+    forgeries = ATTACKS["elsewhere"]
+    marks = judge([forged(f["exercise"], f["body"], tmp_path / f["exercise"]) for f in forgeries], seed=7)
+    paid = [(f["name"], mark) for f, mark in zip(forgeries, marks, strict=True) if mark.state != "failed"]
+    assert paid == []
 
 
 @pytest.mark.slow
@@ -423,6 +439,20 @@ def test_the_folder_of_an_answer_has_neither_the_references_body_nor_any_expecte
     assert lines[place.first - 1] == "    return 'mine'"
     theirs = exercise.copy_in(work).read_text(encoding="utf-8").splitlines()
     assert theirs[place.first + place.shift - 1] == "    return 'mine'" and place.shown == "stage_a_naive/chat.py"
+
+
+def test_of_other_exercises_the_folder_has_what_the_driver_runs_and_what_was_handed_in(tmp_path):
+    lab, judged = load_labs()["a"], exercise_of("A.7")
+    work = submission(tmp_path / "work", "a", alone=True, generate="return ['mine']")
+    tree.write(lab, tmp_path / "tree", tree.others(lab, [judged], work))
+    found = {}
+    for exercise in lab.exercises:
+        text, reference = [(folder / exercise.path).read_text() for folder in (tmp_path / "tree", ROOT)]
+        body = bodies.definition(text, exercise.name, exercise.path)
+        kinds = {"reference": body in reference, "missing": exercise.message in body, "own": "['mine']" in body}
+        found[exercise.id] = next(kind for kind, it_is in kinds.items() if it_is)
+    expected = dict.fromkeys(found, "missing") | {"A.7": "reference", "A.2": "reference", "A.6": "own"}
+    assert found == expected and judged.needs == ("A.2",)  # that of the judged one is put there by its answer
 
 
 @pytest.mark.slow
@@ -746,21 +776,31 @@ def test_the_references_answer_is_no_sign_of_having_copied(done):
     assert similarity.similar_pairs(load_labs()["a"], {"ada": done, "bob": done}) == []
 
 
-def test_a_batch_hands_its_options_to_the_grader_in_whatever_folder_it_is_run(tmp_path, monkeypatch, interpreter):
-    (tmp_path / "submissions" / "ada").mkdir(parents=True)
+def test_a_batch_hands_its_options_to_the_judge_in_whatever_folder_it_is_run(tmp_path, monkeypatch):
+    (tmp_path / "submissions" / "ada" / "stage_a_naive").mkdir(parents=True)
     monkeypatch.setattr(batch, "values_of", lambda lab, seed: {f"{lab.letter}.{seed}": []})
-    said = tmp_path / "said"
-    interpreter(f"""
-import json, os, sys
-print(json.dumps([sys.argv, json.load(sys.stdin)]), file=open({str(said)!r}, "a"))
-sys.exit("error: no")
-""")
+    asked = []
+
+    def report(judge: grade.Judge, lab: object, work: Path) -> Report:
+        asked.append((judge.seed, judge.walls, judge.recorded, work))
+        return Report("a", "title", [Mark("A.1", "one", 10, "failed", num_tests=4, num_passed=2)])
+
+    monkeypatch.setattr(grade.Judge, "report", report)
     monkeypatch.chdir(tmp_path)
     assert batch.main(["a", "submissions", "results", "--partial", "--seed", "5"]) == 0
-    words, given = json.loads(said.read_text())
-    assert words[words.index("--seed") + 1] == "5" and given == {"a.5": []} and "--partial" in words
-    assert ("--sandbox" in words) == (sandbox.why_not() == "")
-    assert "error: no" in (tmp_path / "results" / "summary.csv").read_text()
+    assert asked == [(5, sandbox.walls(), {"a.5": []}, tmp_path / "submissions" / "ada")]
+    assert "ada,5.0," in (tmp_path / "results" / "summary.csv").read_text()
+
+
+@pytest.mark.slow
+def test_a_judge_serves_one_student_after_another_and_runs_nothing_after_its_deadline(tmp_path, done):
+    wrong = submission(tmp_path, "a", chatml="return 0")
+    with grade.Judge(5) as judge:
+        reports = [judge.report(load_labs()["a"], work, ["A.1"]) for work in (wrong, done)]
+        assert [report.points for report in reports] == [0, 10]
+        judge.deadline = 0.0
+        with pytest.raises(grade.JudgeError, match="no time left"):
+            judge.report(load_labs()["a"], done, ["A.1"])
 
 
 # A compiler that notes which files it was given, and has another process compile the same while it does.

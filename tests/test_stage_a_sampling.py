@@ -8,7 +8,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
@@ -121,7 +122,7 @@ def test_vllms_spellings_and_numpys_numbers_are_understood() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b") and SamplingParams(stop="end").stop == ("end",)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     seed=st.integers(0, 10_000),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
@@ -160,7 +161,7 @@ def test_no_token_stays_once_the_likelier_ones_have_exactly_top_p() -> None:
     assert cut_off(torch.tensor([0, half, half]), SamplingParams(top_p=0.5)) == 0, "the first has exactly one half"
 
 
-@settings(max_examples=100, deadline=None)
+@examples(33)
 @given(st.lists(st.integers(0, 2**30 - 1), min_size=1, max_size=40))
 @example([380_765_901])
 def test_weights_are_the_exponential_and_never_grow_with_the_distance(values: list[int]) -> None:

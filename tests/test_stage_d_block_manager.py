@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from examples import examples
 from fake_model import completion_of
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -219,4 +219,4 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerInAnyOrder = BlockManagerMachine.TestCase
-TestBlockManagerInAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockManagerInAnyOrder.settings = examples(20, stateful_step_count=40)

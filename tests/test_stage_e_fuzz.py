@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+from examples import examples
 from fake_model import VOCAB, answer_alone, check_books, make_calls, make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_e_batching.calls import Calls
@@ -110,13 +111,13 @@ def run_and_compare(
     return calls
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
 def test_every_request_gets_the_answer_it_would_get_alone(requests, options):
     run_and_compare(requests, options)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(17)
 @given(st.lists(arrivals, min_size=1, max_size=20), settings_of_engine())
 def test_answers_do_not_depend_on_chunking(requests, options):
     options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 40)

@@ -9,8 +9,9 @@ from contextlib import suppress
 from types import FrameType
 
 import pytest
+from examples import examples
 from fake_model import FakeRunner, check_books, make_calls, make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interrupts import interrupt_after
 
@@ -94,7 +95,7 @@ def expected() -> tuple:
     return undisturbed(make_calls)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(part=st.floats(0, 1), error=st.sampled_from([KeyboardInterrupt, TimeoutError]), late=st.booleans())
 def test_an_interrupt_at_any_line_costs_the_other_streams_nothing(expected, part, error, late):
     calls = engine_of(lambda **options: make_calls(late=late, **options))
@@ -103,7 +104,7 @@ def test_an_interrupt_at_any_line_costs_the_other_streams_nothing(expected, part
     assert_only_the_dead_lost_something(calls, expected, found)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(part=st.floats(0, 1), calls_later=st.integers(0, 60))
 def test_a_second_interrupt_while_the_first_is_dealt_with_costs_no_more(expected, part, calls_later):
     calls, left = engine_of(make_calls), calls_later

@@ -9,8 +9,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from fake_model import completion_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interrupts import interrupt_after
 
@@ -125,7 +126,7 @@ def choose_one_by_one(batch: list[dict], dtype: torch.dtype = torch.float32) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(batch=st.lists(rows(), min_size=1, max_size=6), random=st.randoms(use_true_random=False))
 def test_every_row_is_what_stage_a_chooses_for_it_alone(dtype, batch, random):
     sampler = make_sampler(8)
@@ -168,7 +169,7 @@ def test_a_sum_of_weights_that_float64_rounds_up_is_reached(asked):
     assert chosen_for(batch) == choose_one_by_one(batch)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(14)
 @given(st.lists(rows(), min_size=1, max_size=4))
 def test_logprobs_are_stage_as(batch):
     sampler = make_sampler(8)
@@ -208,7 +209,7 @@ def test_logprobs_of_many_rows_are_computed_group_by_group(monkeypatch):
     assert logprobs_for(batch) == at_once and len({next(iter(row)) for row in at_once}) == 5
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(st.lists(st.tuples(st.integers(0, 2), rows()), min_size=2, max_size=8))
 def test_a_batch_slot_that_is_used_again_keeps_nothing_of_its_last_owner(arrivals):
     """One owner after another in three slots, each generating a token: always the scores that stage A computes."""

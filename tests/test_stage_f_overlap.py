@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from contract.engines import MODEL
+from examples import examples
 from fake_engines import make_guessing
 from fake_model import answer_alone, make_calls, make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_stage_e_fuzz import arrivals, run_and_compare
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.fast
 POOL = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(st.lists(arrivals.filter(lambda a: a.abort_after is None), min_size=1, max_size=8))
 def test_surplus_is_at_most_one_token_a_request_and_none_where_the_end_is_known(requests):
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "max_model_len": 4096}

@@ -141,7 +141,8 @@ def test_two_engines_live_side_by_side_messages_have_no_fixed_size_and_an_end_is
     expected = one_by_one(one_rank)
     with within_seconds():
         before = children()
-        wide = ranked(model="random:llama-tiny", num_kvcache_blocks=1200)
+        with forked_ranks():
+            wide = ranked(model="random:llama-tiny", num_kvcache_blocks=1200)
         [process] = children() - before
         assert ask(two_ranks.llm, PROMPTS) == expected
         found = ask(wide, prompts, few)

@@ -13,9 +13,10 @@ read and send is counted. The assumptions:
 - A rank reads an expert once per step, if a token chose it. A step lasts as long as its slowest rank.
 - Router: a token's experts are sampled one after another, without repetition; the expert that is the i-th most popular
   has a probability in proportion to `1 / i ** zipf`. 0 is a router without preferences.
-- Without copies, experts lie on the ranks in a random order. With copies, the popularity of every expert is known. The
-  expert with the most rows per copy gets the next copy; then the experts are placed, those with most rows per copy
-  first, each on the rank with the least load that has room and lacks it. The copies of an expert share its rows evenly.
+- Without copies, experts are given to the ranks in a random order. With copies, the popularity of every expert is
+  known. The expert with the most rows per copy gets the next copy; then the experts are placed, those with most rows
+  per copy first, each on the rank with the least load that has room and lacks it. The copies of an expert share its
+  rows evenly.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EXPERT = 3 * EXPERTS.size * ROW  # bytes of gate, up and down
 STEPS = 50  # simulated per number of tokens
 RANKS, TOKENS = (2, 4, 8, 16), (8, 32, 128, 512, 2048)
 DOUBLED = tuple(2**i for i in range(4, 13))  # tokens among which the crossing is sought
-MEMORY = 4.25e12  # bytes read per second: copies of an H200, as measured
+MEMORY = 4.25e12  # bytes read per second: about what copies of an H200 measure
 LINKS = {"NVLink": 450e9, "network": 50e9}  # bytes sent per second each way: what the makers of both say
 FEW, MANY, BALANCED = 32, 512, 8  # tokens of a step of decodes, and of one with prompts; ranks
 ZIPF, COPIES = (0.0, 0.5, 1.0), (0, 8, 32)
@@ -153,7 +154,7 @@ def touched_by_rank(step: Tensor, rank_of: Tensor, ranks: int) -> Tensor:
 
 
 def placed(popularity: Tensor, copies: int, ranks: int = BALANCED) -> Tensor:
-    """Which ranks hold which experts, `[ranks, experts]` of 0 and 1, with so many copies more than experts."""
+    """Which ranks hold which experts, `[ranks, experts]` of 0 and 1, with this many copies more than experts."""
     count = torch.ones(len(popularity))
     for _ in range(copies):
         most = torch.where(count < ranks, popularity / count, -1.0).argmax()

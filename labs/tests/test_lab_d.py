@@ -574,22 +574,26 @@ class TestDecoderLayer:
 
 class TestPoolSize:
     def blocks(self, total: int, free: int, before: int, peak: int, utilization: float) -> int:
-        """`cuda_num_blocks` on a card of which the counts are these, in blocks of 10 bytes."""
+        """`cuda_num_blocks` on a card of which the counts are these, in blocks of 10 bytes.
+
+        `free` is what the step leaves when the allocator's cache is empty; before it there is more, before that less.
+        """
         state = {"peak": before + 5_000, "running": 0}  # a peak of something earlier: it must be reset
+        state["free"] = free + 700
 
         def synchronize(device=None) -> None:
             state.update(peak=max(state["peak"], state["running"]), running=0)
 
         fakes = {
             "synchronize": synchronize,
-            "empty_cache": lambda: None,
+            "empty_cache": lambda: state.update(free=max(state["free"], free)),
             "reset_peak_memory_stats": lambda device=None: state.update(peak=before),
             "memory_allocated": lambda device=None: before,
             "max_memory_allocated": lambda device=None: state["peak"],
-            "mem_get_info": lambda device=None: (free, total),
+            "mem_get_info": lambda device=None: (state["free"], total),
         }
         with patch.multiple(torch.cuda, **fakes):
-            return kv_cache.cuda_num_blocks(10, utilization, CPU, lambda: state.update(running=peak))
+            return kv_cache.cuda_num_blocks(10, utilization, CPU, lambda: state.update(running=peak, free=free - 300))
 
     def test_what_the_weights_and_the_largest_step_leave_of_the_share(self) -> Values:
         cases = [

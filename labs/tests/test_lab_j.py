@@ -79,11 +79,14 @@ class TestSend:
                 yield f"{number + 1} sent, {max_unsent} may be unsent: waited for", link.waited
 
     def test_a_tensor_is_kept_until_it_was_sent_and_no_longer(self) -> Values:
-        link = NotedLink(max_unsent=2)
-        for number in range(5):
-            link.send(states(number), 7)  # nobody else holds it
-        alive = [held() is not None for held in link.held]
-        yield "5 sent, 2 of them under way: tensors whose memory is kept, and no other", alive
+        for kind in ("tensors", "tensors that are not contiguous, whose copies"):
+            link = NotedLink(max_unsent=2)
+            for number in range(5):
+                x = states(number)  # nobody else holds it
+                link.send(x if kind == "tensors" else x.t(), 7)
+                del x
+            alive = [held() is not None for held in link.held]
+            yield f"5 sent, 2 of them under way: {kind} are kept until they were sent, and no other", alive
 
     def test_bytes_are_counted(self) -> Values:
         link, count = NotedLink(max_unsent=2), numbers.randint(1, 9)

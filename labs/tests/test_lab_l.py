@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from beyond.experts import LLM, floor, layers, loop, parallel_loop
 from labs.driving import Compared, close, error_of, numbers
-from labs.tests.support import GREEDY, Values, some
+from labs.tests.support import GREEDY, Values, some, whole_stage
 from labs.variants import bias, blocks, copies
 from stage_a_naive.checkpoints.experts import Experts
 from stage_a_naive.checkpoints.presets import preset_config
@@ -290,6 +290,9 @@ class TestPlaced:
 
 
 class TestWholeStage:
+    def test_the_tutor_which_has_no_experts_answers(self) -> Values:
+        yield from whole_stage(LLM, num_kvcache_blocks=64)
+
     def test_a_model_with_experts_answers_in_a_batch(self) -> Values:
         prompts = [some(numbers.randint(3, 30), 1, 4000) for _ in range(4)]
         sampled = SamplingParams(temperature=1.0, seed=numbers.randrange(1000), max_tokens=12, ignore_eos=True)
