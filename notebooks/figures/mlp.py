@@ -26,8 +26,8 @@ def draw_block(
 ) -> Picture:
     """Time `way(x, rms_weight, w_gate_up, w_down, residual, eps)` for every way and number of rows, and draw it.
 
-    Each time is the shortest of several, which other programs disturb least; a CPU computes on one thread. The floor is
-    the time of reading the weights once at the speed of a copy, measured here too.
+    Each time is the shortest of several, which other programs disturb least; a CPU computes on one thread. On a GPU the
+    floor is drawn too, the time of reading the weights once at the speed of a copy: a CPU's caches may hold them.
     """
     layer = random_layer(hidden, inter, dtype, torch.Generator(device).manual_seed(0))
     inputs = [torch.randn(count, hidden, device=device, dtype=dtype) for count in rows]
@@ -42,11 +42,12 @@ def draw_block(
     for name, colour, look in zip(ways, (ORANGE, BLUE, GREEN), ("o-", "s-", "^-"), strict=False):
         times_ms = {count: 1e3 * min(found[name, index]) for index, count in enumerate(rows)}
         lines.append((name, times_ms, colour, look))
-    floor = sum(weight.nbytes for weight in layer) / measure_ceilings(device, torch.float32)["copy_bytes_per_s"]
     title = f"measured on this machine ({device.type}{', one thread' * (device.type == 'cpu')})"
     figure, axes = new_panel(8, 3.8, "rows (tokens in the step)", "ms per layer", title)
     draw_lines(axes, lines)
-    label = f"floor, the weights read once: {1e3 * floor:.2g} ms"
-    axes.axhline(1e3 * floor, color="black", linestyle="--", label=label)
+    if device.type == "cuda":
+        floor = sum(weight.nbytes for weight in layer) / measure_ceilings(device, torch.float32)["copy_bytes_per_s"]
+        label = f"floor, the weights read once: {1e3 * floor:.2g} ms"
+        axes.axhline(1e3 * floor, color="black", linestyle="--", label=label)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return Picture(figure, "the time of the MLP block over its rows, next to the time of reading its weights")
+    return Picture(figure, "the time of the MLP block over its rows")

@@ -72,3 +72,17 @@ def test_with_8_bit_weights_and_cache_the_answers_are_the_same(prompts, right, q
         assert ask(llm, prompts, GREEDY) == right
     finally:
         llm.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_the_answers_are_the_same(prompts, right, dtype: str) -> None:
+    from beyond.experts import LLM
+
+    llm = LLM(TUTOR, device="cuda", dtype=dtype, num_kvcache_blocks=256)
+    try:
+        for _ in range(2):
+            assert ask(llm, prompts, GREEDY) == right
+        assert ask(llm, prompts * 4, GREEDY) == right * 4, "more tokens than few rows"
+    finally:
+        llm.close()
