@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ranks import forked_ranks
 
 from contract.engines import ask, held
 from stage_a_naive import LLM as NaiveLLM
@@ -53,10 +54,16 @@ def test_no_option_of_memory_or_of_steps_changes_an_answer(engine, prompts, righ
         assert held(llm) == (0, 0)
 
 
-def test_two_ranks_with_a_part_of_each_expert_answer(prompts, right) -> None:
+IN_BFLOAT16 = [pytest.param(way, "bfloat16", marks=pytest.mark.slow) for way in ("sum", "all_to_all")]
+
+
+@pytest.mark.parametrize(("way", "dtype"), [*((way, "float32") for way in ("off", "sum", "all_to_all")), *IN_BFLOAT16])
+def test_two_ranks_with_a_part_of_each_expert_or_whole_ones_answer(prompts, right, way: str, dtype: str) -> None:
     from beyond.experts import LLM
 
-    llm = LLM(TUTOR, device="cpu", tensor_parallel_size=2, num_kvcache_blocks=256, kvcache_block_size=8)
+    options = {"tensor_parallel_size": 2, "expert_parallel": way, "num_kvcache_blocks": 256, "kvcache_block_size": 8}
+    with forked_ranks():
+        llm = LLM(TUTOR, device="cpu", dtype=dtype, **options)
     try:
         assert ask(llm, prompts, GREEDY) == right
     finally:
