@@ -49,8 +49,8 @@ STAGE_d := stage_d_paged
 STAGE_e := stage_e_batching
 STAGE_f := stage_f_graph_tp
 STAGE_TARGETS := stage-a stage-b stage-c stage-d stage-e stage-f
-LAB_TARGETS := lab-a lab-b lab-c lab-d lab-e lab-f lab-g lab-h lab-i lab-j lab-k lab-p
-GRADE_TARGETS := grade-a grade-b grade-c grade-d grade-e grade-f grade-g grade-h grade-i grade-j grade-k grade-p
+LAB_TARGETS := lab-a lab-b lab-c lab-d lab-e lab-f lab-g lab-h lab-i lab-j lab-k lab-l lab-p
+GRADE_TARGETS := grade-a grade-b grade-c grade-d grade-e grade-f grade-g grade-h grade-i grade-j grade-k grade-l grade-p
 # LAB=1: the learner's copies come before the reference on Python's path, and the current folder is not on it.
 # LAB=g: those of one lab alone, in a folder of links that --show makes.
 LAB_PATH := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/labs/work$(if $(filter-out 1,$(LAB)),/.only/$(LAB)):$(CURDIR)"

@@ -3,7 +3,7 @@
     python -m benchmarks.check                    # make bench-check: half a minute on a CPU
     python -m benchmarks.check --stages D E F
 
-A time depends on the machine and on what else it does, so no test asserts one. How often the model is called per token,
+Times depend on the machine and on its other work, so no test asserts one. How often the model is called per token,
 how many operators a decode step has, how many blocks a request holds and how much the prefix cache finds are the same
 everywhere. `bounds.json` has the lowest and the highest value that is allowed for each. The work: eight prompts that
 share their first 32 tokens, with short and long answers, four at a time where a stage batches.
@@ -42,7 +42,7 @@ CHAT = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.0
 
 
 class Calls:
-    """The model's calls: their tokens, and what was asked of PyTorch from each one to the next."""
+    """Records the model's calls: the tokens of each, and the operators that ran until the next one."""
 
     def __init__(self, engine: object) -> None:
         self._engine = engine
@@ -51,7 +51,7 @@ class Calls:
         self.blocks = 0  # most of the pool that were in use
 
     def begin(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
-        """Every call of a model looks its tokens up once."""
+        """Begin a new call: every call of a model looks up its tokens once."""
         if isinstance(module, (nn.Embedding, Embedding)):
             self.tokens.append(inputs[0].numel())
             self.counts.append(Counter())
@@ -60,7 +60,7 @@ class Calls:
                 self.blocks = max(self.blocks, scheduler.block_manager.num_used)
 
     def up_to(self, num_tokens: int) -> list[Counter[str]]:
-        """Of calls with at most this many tokens, which are decode steps: what was asked of PyTorch."""
+        """Return the operators of calls with at most this many tokens: the decode steps."""
         return [counts for tokens, counts in zip(self.tokens, self.counts, strict=True) if tokens <= num_tokens]
 
     def count(self, what: str) -> None:
@@ -69,7 +69,7 @@ class Calls:
 
 
 class Operators(TorchDispatchMode):
-    """Counts what PyTorch runs: on a GPU, most of it is a kernel's launch."""
+    """Counts the operators that PyTorch runs. On a GPU most of them launch a kernel."""
 
     def __init__(self, calls: Calls) -> None:
         super().__init__()
@@ -95,13 +95,13 @@ class Copies(TorchFunctionMode):
 
 
 def prompts(first: int) -> list[list[int]]:
-    """Prompts that begin alike, of token ids from `first` on."""
+    """Make prompts with a common prefix, from token id `first` on."""
     shared = list(range(first, first + SHARED))
     return [[*shared, *(first + SHARED + OWN * i + j for j in range(OWN))] for i in range(len(ANSWERS))]
 
 
 def run(llm: Any, first: int, **params: float) -> tuple[list[GenerationOutput], Calls]:
-    """Answer prompts of token ids from `first` on, and count the model's calls."""
+    """Answer prompts made of token ids from `first` on, and count the model's calls."""
     asked = [SamplingParams(max_tokens=count, ignore_eos=True, seed=0, **params) for count in ANSWERS]
     calls = Calls(getattr(llm, "engine", None))
     hook = register_module_forward_pre_hook(calls.begin)
@@ -113,7 +113,7 @@ def run(llm: Any, first: int, **params: float) -> tuple[list[GenerationOutput], 
 
 
 def measure(stage: str) -> dict[str, float]:
-    """Count what a stage does for the work above."""
+    """Count a stage's calls, operators and blocks for this work."""
     options = BATCHED if stage in "DEF" else {}
     llm = replace(STAGES[stage], options=options).build(MODEL, "cpu", "auto")
     largest = options.get("max_num_seqs", 1)
@@ -140,7 +140,7 @@ def measure(stage: str) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; returns 1 where a count is outside its bounds, or has none."""
+    """Print the table; returns 1 if a count is outside its bounds or has none."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.check", description=__doc__.splitlines()[0])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="default: all")
     parser.add_argument("--bounds", type=Path, default=BOUNDS, help="default: %(default)s")

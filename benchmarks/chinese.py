@@ -1,7 +1,7 @@
 """Tables and pictures of the lessons in Chinese: the same lines, with the texts of `words.zh-CN.toml`.
 
 `python -m benchmarks.report` writes every table in English and in Chinese, and `X.zh-CN.svg` for each picture `X.svg`
-that a Chinese document shows. Numbers stay as they are, and so does a text that has no translation.
+that a Chinese document shows. Numbers stay as they are, and so do texts without a translation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATTERNS = [(_pattern(text), chinese) for text, chinese in TEXTS.items() if "{}"
 
 @cache
 def chinese(text: str) -> str:
-    """The Chinese of a text: of the whole, or else of its parts between punctuation marks."""
+    """Translate a text: as a whole, or else part by part between punctuation marks."""
     if text in TEXTS or not re.search("[A-Za-z]", text) or CODE.fullmatch(text):
         return TEXTS.get(text, text)
     for pattern, said in PATTERNS:
@@ -38,7 +38,7 @@ def chinese(text: str) -> str:
 
 
 def chinese_table(lines: Sequence[str]) -> list[str]:
-    """The lines of a table, and those around it, in Chinese."""
+    """Translate the lines of a table and the lines around it."""
     return [
         "|".join(cell and f" {chinese(cell.strip())} " for cell in line.split("|"))
         if line.startswith("| ")
@@ -48,5 +48,5 @@ def chinese_table(lines: Sequence[str]) -> list[str]:
 
 
 def chinese_svg(picture: str) -> str:
-    """An SVG file with its texts in Chinese."""
+    """Translate the texts of an SVG file."""
     return IN_SVG.sub(lambda match: match[1] + chinese(match[2]), picture)

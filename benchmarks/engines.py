@@ -59,18 +59,18 @@ REFERENCE = next(engine for engine in ENGINES if engine.name == "A")  # the pari
 
 
 def installed_engines() -> dict[str, Engine]:
-    """The rows that can exist here, by name, in table order."""
+    """Return the rows whose packages are installed here, by name, in table order."""
     return {engine.name: engine for engine in ENGINES if is_installed(engine.package)}
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there; a folder without an `__init__.py` is none."""
+    """Tell whether a package is installed. A folder without an `__init__.py` is not a package."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def select(names: Sequence[str], study: str | None = None) -> list[Engine]:
-    """The engines that the command line names; where it names none, all that are installed, or all rows of the study.
+    """Return the engines that the command line names, by default all installed ones or all rows of the study.
 
     Args:
         names: `NAME`, a row of `ENGINES`; or `NAME=module:Class`, a row of your own; each optionally with options in
@@ -78,7 +78,7 @@ def select(names: Sequence[str], study: str | None = None) -> list[Engine]:
         study: its rows are selected, in its order; `names` are some of them.
 
     Raises:
-        ValueError: an engine or a row that is not there, or an option that cannot be read.
+        ValueError: an engine or a row does not exist, or an option cannot be parsed.
     """
     by_name = installed_engines()
     if study is None:
@@ -90,7 +90,7 @@ def select(names: Sequence[str], study: str | None = None) -> list[Engine]:
 
 
 def quoted(names: Iterable[str]) -> str:
-    """Names as the command line takes them: some hold a comma or a space."""
+    """Quote names for the command line: some contain a comma or a space."""
     return ", ".join(map(shlex.quote, names))
 
 

@@ -1,8 +1,8 @@
-"""Code in the READMEs: a lesson shows the code that runs, and not a copy that somebody typed.
+"""Code in the READMEs: a lesson shows the code that runs, not a copy typed by hand.
 
-`python -m benchmarks.report` copies it. A lesson names a file, or a function or class of it, between two comments that
-no reader sees. `from` and `to` cut lines out of it: the first line that has the one text, up to the next that has the
-other.
+`python -m benchmarks.report` copies it. A lesson names a file, or a function or class in it, between two comments that
+readers do not see. `from` and `to` select lines: from the first line that contains the one text to the next that
+contains the other.
 
     <!-- code: stage_a_naive/loop.py::generate -->
     whatever is here is replaced
@@ -25,7 +25,7 @@ EXCERPT = re.compile(r"(<!-- code: (\S+)(?: from `(.+?)` to `(.+?)`)? -->\n).*?(
 
 
 def excerpt(at: str, root: Path = ROOT) -> str:
-    """The source of `file`, `file::function` or `file::Class.method`, without the indentation of a method.
+    """Return the source of `file`, `file::function` or `file::Class.method`; a method is dedented.
 
     Raises:
         LookupError: the file has no such function or class.
@@ -45,7 +45,7 @@ def excerpt(at: str, root: Path = ROOT) -> str:
 
 
 def cut(source: str, first: str, last: str) -> str:
-    """The lines from the first that has `first` in it to the next that has `last`, without their common indentation.
+    """Return the lines from the first that contains `first` to the next that contains `last`, dedented.
 
     Lines of `#pragma` are left out.
 
@@ -61,7 +61,7 @@ def cut(source: str, first: str, last: str) -> str:
 
 
 def fill(text: str, root: Path = ROOT) -> str:
-    """A lesson with the code between each pair of comments replaced."""
+    """Replace the code between each pair of comments in a lesson."""
 
     def block(match: re.Match[str]) -> str:
         opening, at, first, last, closing = match.groups()

@@ -1,12 +1,12 @@
-"""Measure again what is published and stale, the most valuable first (`make figures`).
+"""Measure stale published results again, the most valuable first (`make figures`).
 
-    python -m benchmarks.figures                  # list it
+    python -m benchmarks.figures                  # list them
     python -m benchmarks.figures --minutes 20     # measure for at most 20 minutes; the next call goes on
     python -m benchmarks.figures mlp sampling     # only results whose names contain one of these words
 
-`figures.toml` has the command, the machine and the time of every published result. A result is stale if the code that
-it measures differs from the code it was measured with (`sources.py`), if its command or its kind of GPU is another one,
-or if other parts of its table are to be measured at another commit. Every command is one of `benchmarks.run`,
+`figures.toml` has the command, the machine and the time of every published result. A result is stale if the code has
+changed since it was measured (`sources.py`), if its command or its kind of GPU has changed, or if other parts of its
+table must be measured at another commit. Every command is one of `benchmarks.run`,
 `benchmarks.micro` or `tools.soak`, and writes one file.
 """
 
@@ -38,7 +38,7 @@ BUSY = 0.5  # running programs, on average over a minute, from which on times of
 
 @dataclass(frozen=True)
 class Figure:
-    """One published result: the command that measures it, and the machine for that ("counted": any)."""
+    """One published result: the command that measures it, and the machine that it needs ("counted": any)."""
 
     command: str
     machine: str
@@ -51,7 +51,7 @@ class Figure:
 
     @cached_property
     def name(self) -> str:
-        """The name of its file, as the command makes it."""
+        """Return the name of its file, as the command makes it."""
         module, *words = self.words
         published = words[words.index("--publish") + 1]
         if module == "benchmarks.run":
@@ -62,12 +62,12 @@ class Figure:
 
     @property
     def table(self) -> str:
-        """The name of its table, which may have several files."""
+        """Return the name of its table, which may have several files."""
         return table_of(self.name)
 
     @cached_property
     def code(self) -> dict[str, str]:
-        """Hashes of the code that it measures today."""
+        """Return the hashes of the code that it measures today."""
         module, study, *_ = self.words
         if module == "benchmarks.run":
             args = build_parser().parse_args(self.words[1:])
@@ -83,13 +83,13 @@ class Figure:
 
     @property
     def minutes(self) -> float:
-        """How long it takes: as its file says, else a guess."""
+        """Return how long it takes: from its file, else an estimate."""
         seconds = self.file and self.file["environment"].get("seconds")
         return seconds / 60 if seconds else self.guess
 
     @cached_property
     def change(self) -> str:
-        """Why the file is not of today's code, command and machine; empty if it is."""
+        """Explain what has changed since the file was measured: code, command or machine. Empty if nothing has."""
         if self.file is None:
             return "not measured yet"
         where = self.file["environment"]
@@ -105,7 +105,7 @@ class Figure:
 
     @property
     def need(self) -> str:
-        """Why this machine cannot measure it; empty if it can."""
+        """Explain why this machine cannot measure it; empty if it can."""
         for command, need in read_plan()["needs"].items():
             known = find_spec(need) if need.isidentifier() else None
             if f".{command} " in f"{self.command} " and not (known or shutil.which(need) or (ROOT / need).exists()):
@@ -123,12 +123,12 @@ class Figure:
 
     @property
     def gpus(self) -> tuple[int, str]:
-        """How many GPUs, and of what kind."""
+        """Return the number of GPUs and their kind."""
         count, _, kind = self.machine.rpartition(" × ")
         return (0, "") if self.machine in ("CPU", "counted") else (int(count or 1), kind)
 
     def measure(self) -> int:
-        """Run the command on exactly the GPUs that it is to have; returns its exit status."""
+        """Run the command on exactly the GPUs that it needs; returns its exit status."""
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(self.gpus[0])))}
         command = [sys.executable, "-m", *self.words]
         return subprocess.run(command, cwd=ROOT, env=os.environ | visible, check=False).returncode
@@ -139,7 +139,7 @@ def read_plan() -> dict[str, dict]:
 
 
 def figures(folder: Path) -> list[Figure]:
-    """All results that are published, the most valuable of each machine first."""
+    """Return all published results, the most valuable of each machine first."""
     machines = {machine: commands for machine, commands in read_plan().items() if machine != "needs"}
     return [
         Figure(command, m, guess, folder) for m, commands in machines.items() for command, guess in commands.items()
@@ -148,14 +148,14 @@ def figures(folder: Path) -> list[Figure]:
 
 @cache
 def gpus() -> list[str]:
-    """The names of this machine's GPUs; another process asks, because asking takes memory of a GPU."""
+    """Return the names of this machine's GPUs. A separate process asks, because asking takes GPU memory."""
     ask = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
     told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
     return told.split("\n")[:-1] if told.strip() else []
 
 
 def stale(found: Iterable[Figure], commit: str | None) -> dict[Figure, str]:
-    """The figures that are stale, and why. All parts of a table are of one commit."""
+    """Return the stale figures, and why. All parts of a table must come from one commit."""
     tables: dict[str, list[Figure]] = {}
     for figure in found:
         tables.setdefault(figure.table, []).append(figure)
@@ -170,7 +170,7 @@ def stale(found: Iterable[Figure], commit: str | None) -> dict[Figure, str]:
 
 
 def left_over(found: Iterable[Figure], folder: Path) -> list[str]:
-    """Files that no command makes, of tables that have a newer commit."""
+    """Return the files that no command makes and whose table has a newer commit."""
     known = {figure.name for figure in found}
     commits = {figure.table: figure.file["environment"]["commit"][:7] for figure in found if figure.file}
     files = {path.stem: load(path)["environment"] for path in sorted(folder.glob("*.json")) if path.stem not in known}
@@ -178,7 +178,7 @@ def left_over(found: Iterable[Figure], folder: Path) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """List what is stale and measure it for some minutes; returns 1 if a command failed, 2 without a clean commit."""
+    """List stale results and measure them for some minutes; returns 1 if a command failed, 2 without a clean commit."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(ready: Iterable[Figure], minutes: float) -> int:
-    """Measure figures one after another, leaving out those that would take longer than what is left of the minutes."""
+    """Measure figures one after another; skip those that would take longer than the remaining minutes."""
     end, status = time.monotonic() + 60 * minutes, 0
     for figure in ready:
         if time.monotonic() + 60 * figure.minutes <= end:

@@ -1,4 +1,4 @@
-"""The floor: how fast the work could be if the hardware did nothing but what cannot be avoided.
+"""The floor: the least time that the hardware needs for the unavoidable work.
 
 Two numbers bound every step (the roofline model of Williams, Waterman and Patterson, 2009):
 
@@ -20,7 +20,7 @@ from stage_a_naive.floor import ModelBytes
 
 
 class Ceilings(TypedDict):
-    """A device's measured ceilings, as every results file of a GPU has them."""
+    """A device's measured ceilings, as in every results file of a GPU."""
 
     copy_bytes_per_s: float  # read and written together
     matmul_operations_per_s: float  # a multiply-add counts as two
@@ -42,11 +42,11 @@ class ModelCost(ModelBytes):
 
     @property
     def attention_operations_per_pair(self) -> int:
-        """One query against one key: a product with the key, and one with the value, in every head and layer."""
+        """Count the operations of one query and one key: the products with key and value, in every head and layer."""
         return 4 * self.config.num_attention_heads * self.head_dim * self.config.num_hidden_layers
 
     def decode(self, call: Call) -> Work:
-        """All of a call's decode steps, if all its requests run together from the first step on."""
+        """Return the work of a call's decode steps, if all its requests run together from the first step on."""
         share, window = self.window
         read = call.context_tokens_read()
         if share:
@@ -56,7 +56,7 @@ class ModelCost(ModelBytes):
         return Work(num_bytes, 2 * sum(self.matmul_parameters) * call.output_tokens + attention)
 
     def prefill(self, call: Call) -> Work:
-        """Prefill in one pass; a beginning that all prompts share is computed once, the LM head once per prompt."""
+        """Return the work of a prefill in one pass: a common prefix counts once, the LM head once per prompt."""
         layers, head = self.matmul_parameters
         lengths = [len(prompt) for prompt in call.prompts]
         shared = len(commonprefix(call.prompts)) if len(lengths) > 1 else 0
@@ -67,7 +67,7 @@ class ModelCost(ModelBytes):
 
 
 def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str, float]:
-    """Return the best possible values of a workload's figures that have a floor, by name."""
+    """Return the floors of a workload's figures, by name."""
     calls = {call.tag: call for call in workload.rounds[0]}
     if workload.name == "ttft":
         return {f"ttft_{tag}_ms": 1e3 * cost.prefill(call).seconds(ceilings) for tag, call in calls.items()}
@@ -81,5 +81,5 @@ def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str,
 
 
 def _pairs(length: int) -> int:
-    """Pairs of a query and a key that it sees."""
+    """Count the pairs of a query and a key that it sees."""
     return length * (length + 1) // 2

@@ -1,7 +1,7 @@
-"""Engine results that may be compared, and whether they may be shown as one table.
+"""Group engine results that may be compared, and check whether a group may be shown as one table.
 
-Files of one size, model, device, dtype and study make one group, which is one table: the same row in two files of one
-commit is one row with the samples of both. Figures measured elsewhere on the same workloads join the group, marked.
+Files with the same size, model, device, dtype and study form a group, which is one table. A row that two files of one
+commit share has the samples of both. Figures measured elsewhere on the same workloads join the group, marked.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Group:
 
     @cached_property
     def own(self) -> list[dict]:
-        """The files that were measured with this repository."""
+        """Return the files measured with this repository."""
         return [file for file in self.files if file["kind"] == "engines"]
 
     @cached_property
     def workloads(self) -> dict[str, dict]:
-        """Hash, description and floors of each workload, as the newest file that has it says."""
+        """Return hash, description and floors of each workload, from the newest file that has it."""
         return {name: workload for file in self.own for name, workload in file["workloads"].items()}
 
     @cached_property
@@ -69,7 +69,7 @@ class Group:
 
     @cached_property
     def engines(self) -> list[str]:
-        """Names in the order of `ENGINES`, or of the study; rows with options after the engine that they vary."""
+        """Return names in the order of `ENGINES` or the study; rows with options follow the engine that they vary."""
         known = STUDIES[self.study] if self.study else [engine.name for engine in ENGINES]
         place = {name: place for place, name in enumerate(known)}
         names = dict.fromkeys(engine for engine, _ in self.rows)
@@ -77,7 +77,7 @@ class Group:
 
     @cached_property
     def elsewhere(self) -> frozenset[str]:
-        """The engines that were measured elsewhere."""
+        """Return the engines measured elsewhere."""
         return frozenset(r["engine"] for f in self.files if f["kind"] == "elsewhere" for r in f["rows"])
 
     def values(self, engine: str, workload: str, figure: str) -> list[float]:
@@ -90,7 +90,7 @@ class Group:
 
     @property
     def why_apart(self) -> str:
-        """Why its values differ from other tables'; empty where nothing says why."""
+        """Return the explanation why its values differ from other tables'; empty if there is none."""
         why = WHY_APART.get(self.study, "")
         return _OTHER_RUN if why == _OTHER_COMMIT and self.has_overviews_commit else why
 
@@ -103,7 +103,7 @@ class Group:
 
     @cached_property
     def problem(self) -> str:
-        """Why this may not be a table: commits mixed, a changed tree, too few repeats, other work. Empty if it may."""
+        """Explain why this may not be a table: mixed commits, a changed tree, few repeats, other work. Empty if not."""
         found, few = [mixture(self.own)], {}
         for (engine, _), row in self.rows.items():
             repeats = len({(sample["file"], sample["repeat"]) for sample in row["samples"] if "repeat" in sample})
@@ -118,7 +118,7 @@ class Group:
 
 
 def group_results(files: Iterable[dict]) -> list[Group]:
-    """Groups of the files of the kinds `engines` and `elsewhere`, GPU before CPU, larger tables first."""
+    """Group the files of the kinds `engines` and `elsewhere`: GPU before CPU, larger tables first."""
     keys: dict[tuple[str, ...], list[dict]] = {}
     for payload in sorted(files, key=lambda payload: payload["environment"]["date"]):
         if payload["kind"] in ("engines", "elsewhere"):
@@ -133,7 +133,7 @@ def group_results(files: Iterable[dict]) -> list[Group]:
 
 
 def two_values(groups: Iterable[Group]) -> str:
-    """A figure of one engine, options, work, model and machine with two values, and no caption that says why."""
+    """Find a figure with two values (same engine, options, work, model, machine) that no caption explains."""
     known: dict[tuple, tuple[str, str]] = {}
     for group in (group for group in groups if not group.why_apart):
         for (engine, name), row in group.rows.items():

@@ -15,13 +15,13 @@ END_SECONDS = 30
 
 
 class LocalServer(NamedTuple):
-    """A server that runs."""
+    """A running server."""
 
     url: str  # its address, without a path
     pid: int  # of its process
 
     def cpu_seconds(self) -> float:
-        """CPU time of it and of the processes that it has started and that have not ended."""
+        """Return the CPU time of the server and of its running child processes."""
         import psutil  # only needed to measure a server
 
         server = psutil.Process(self.pid)
@@ -31,16 +31,16 @@ class LocalServer(NamedTuple):
 
 @contextmanager
 def local_server(*options: str, threads: int = 1, module: str = "beyond.serving") -> Iterator[LocalServer]:
-    """A server with the options of `python -m beyond.serving`; ended when the block is left.
+    """Start a server with the options of `python -m beyond.serving`; it ends when the block is left.
 
-    It ignores the model's sampling defaults: the requests alone decide what is measured.
+    It ignores the model's sampling defaults, so that only the requests decide what is measured.
 
     Args:
-        threads: of the CPU that the engine computes on.
+        threads: CPU threads of the engine.
         module: another program with the same options.
 
     Raises:
-        RuntimeError: it did not start; its own message is on standard error.
+        RuntimeError: it did not start; its message is on standard error.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}

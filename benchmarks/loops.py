@@ -1,8 +1,8 @@
-"""Run the course's programs on one screen and print what each idea changes (`make loops`).
+"""Run the course's one-screen programs and print what each idea changes (`make loops`).
 
-Each program runs its idea and what was before it on the same work, and prints as its last line
+Each program runs its idea and its predecessor on the same work. Its last line is
 
-    what is counted: BEFORE → AFTER [MACHINE: what the idea is worth there]
+    what is counted: BEFORE → AFTER [MACHINE: the gain there]
 
 The figures of other machines are from `benchmarks/results`; `python -m benchmarks.report` writes them (`numbers.toml`).
 """
@@ -49,13 +49,13 @@ def module_name(path: str) -> str:
 
 
 def idea(path: str) -> str:
-    """What a program is about: the first line of its docstring, up to a colon."""
+    """Return a program's topic: the first line of its docstring, up to a colon."""
     docstring = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8")))
     return docstring.splitlines()[0].partition(":")[0].rstrip(".")
 
 
 def result(last_line: str) -> dict[str, str]:
-    """What a program's last line says: `what`, `before`, `after`, `elsewhere`.
+    """Parse a program's last line into `what`, `before`, `after`, `elsewhere`.
 
     Raises:
         ValueError: the line has another format.

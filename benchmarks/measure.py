@@ -1,7 +1,7 @@
-"""What a measuring process does: look at the machine, let engines answer the parity questions, time workloads.
+"""The work of a measuring process: describe the machine, check the engines' answers for parity, time workloads.
 
-The name of a figure carries its unit: `_ms`, `_per_s`, `seconds`. Only `_per_s` is better when higher. TTFT is the time
-to first token, waiting included; TPOT the time per output token after the first.
+The name of a figure ends in its unit: `_ms`, `_per_s`, `seconds`. Higher is better only for `_per_s`. TTFT is the time
+to the first token, waiting included; TPOT is the time per output token after the first.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PERCENTILES = (50, 99)
 
 
 def look(job: dict) -> Iterator[dict]:
-    """The machine (environment, ceilings, cost of a launch), and each engine's answers to a few questions.
+    """Describe the machine (environment, ceilings, cost of a launch), and get each engine's answers to a few questions.
 
-    The engines answer one after another in this process; what has been found is yielded before each of them.
+    The engines answer one after another in this process; the results so far are yielded before each of them.
     """
     device = pick_device(job["device"])
     dtype = pick_dtype(job["dtype"], device)
@@ -69,7 +69,7 @@ def close(llm: object) -> None:
 def run_workload(
     llm: object, engine: Engine, workload: Workload, device: str, round_seconds: float, max_seconds: float, count: bool
 ) -> dict:
-    """Warm up, then time rounds: one at least, more while less than `round_seconds` have gone by.
+    """Warm up, then time rounds: at least one, and more until `round_seconds` have passed.
 
     The warm-up is a round of the same lengths with other token ids: what happens once per length (a compiled program, a
     cuDNN plan) is not counted as if it happened always, and a prefix cache finds nothing. For `single` it is timed too:
@@ -111,7 +111,7 @@ def run_workload(
 
 
 class TimedCall(NamedTuple):
-    """A call, the time it took from outside, and what each request said about itself (`Metrics`, or nothing)."""
+    """A call, its time as seen from outside, and each request's `Metrics`, if it has any."""
 
     call: Call
     seconds: float
@@ -137,10 +137,10 @@ def expected_seconds(
 
 
 def timed_call(llm: object, workload: Workload, call: Call, device: torch.device) -> TimedCall:
-    """One call of `generate`, with the device idle before the clock starts and before it stops.
+    """Time one call of `generate`; the device is idle before the clock starts and before it stops.
 
     Raises:
-        RuntimeError: a request got fewer or more tokens than it asked for, so the engine did other work than the rest.
+        RuntimeError: a request got fewer or more tokens than it asked for, so the engine did different work.
     """
     prompts, params = [list(prompt) for prompt in call.prompts], workload.sampling_params(call)
     start = synchronized_time(device)
@@ -154,7 +154,7 @@ def timed_call(llm: object, workload: Workload, call: Call, device: torch.device
 
 
 def figures(workload: Workload, timed: Sequence[TimedCall]) -> dict[str, float]:
-    """One round's figures.
+    """Return one round's figures.
 
     A decode step is one more token for every request of a call: (T(n) - T(1)) / (n - 1). What happens once cancels out.
     """

@@ -1,20 +1,20 @@
-"""Numbers in sentences: a lesson says which measurement a number is, and `python -m benchmarks.report` writes it.
+"""Numbers in sentences: a lesson names the measurement, and `python -m benchmarks.report` writes its value.
 
-In a README a number is followed by a comment, which no reader sees, with its name: `takes 0.349<!--=f.step--> ms`. The
+In a README a hidden comment after a number has its name: `takes 0.349<!--=f.step--> ms`. The
 name is defined in `numbers.toml`:
 
     [f]
     step = "{h200-qwen2.5-0.5b > F > single > samples > tpot_ms} | .3f"
 
-In braces is where a measurement is: a file of `results` (several files that end in -1, -2, … are read as one), or the
-marker of a table, and the steps to the value. A step is the key of a value, or it keeps the rows that have it as text,
-or those with `key=value`; a number counts from 0, in a text its figures; `sum` adds up. Of several samples it is the
-median. Around the braces are operators, after the bar is a Python format, or, for words (`half<!--=c.share--> of it`),
-a range as `0.45..0.55`: then nothing is written, and a value outside it is refused. A format that ends in ` or –`
-writes a dash until there is a measurement.
+The braces contain the address of a measurement: a file in `results` (files that end in -1, -2, … are read as one) or
+the marker of a table, and the steps to the value. A step is a key, or a text that a row must contain, or `key=value`
+for the rows with that value. A number is an index from 0; in a text it counts the numbers there. `sum` adds up. Several
+samples give their median. Operators may stand around the braces. After the bar is a Python format or, for words
+(`half<!--=c.share--> of it`), a range such as `0.45..0.55`: then nothing is written, and a value outside it is refused.
+A format that ends in ` or –` writes a dash until there is a measurement.
 
-`[last lines]` has the bracketed texts that the one-screen programs print, by their count. A definition, a limit and
-a figure from elsewhere is marked `<!--=given-->`.
+`[last lines]` has the bracketed texts in the last lines of the one-screen programs. Definitions, limits and figures
+from elsewhere are marked `<!--=given-->`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Numbers:
                 raise ResultsError(f"numbers.toml: {name}: {error}") from error
 
     def value(self, expression: str) -> float:
-        """The value of arithmetic with addresses."""
+        """Evaluate arithmetic with addresses."""
         arithmetic = ADDRESS.sub(lambda match: repr(self.at(match[1])), expression)
         if not re.fullmatch(r"[-+*/(). \de]+", arithmetic):
             raise ValueError(f"{expression!r} is not arithmetic with addresses in braces")
@@ -71,7 +71,7 @@ class Numbers:
         """Return the median of the values at an address.
 
         Raises:
-            LookupError: there is nothing, or rows that are not repeats of one measurement.
+            LookupError: nothing is there, or the rows are not repeats of one measurement.
         """
         source, *steps = address.split(" > ")
         found: list = [file for file in self._files if re.fullmatch(re.escape(source) + r"(-\d+)?\.json", file["file"])]
@@ -87,7 +87,7 @@ class Numbers:
         return statistics.median(value for [value] in values)
 
     def fill(self, text: str, file: str) -> str:
-        """A README or a program with its numbers written."""
+        """Write the numbers of a README or a program."""
 
         def number(match: re.Match[str]) -> str:
             if match["name"] not in self.texts:
@@ -105,12 +105,12 @@ class Numbers:
         return MARKED.sub(number, text)
 
     def refuse_unused(self) -> None:
-        """Refuse numbers that no README has, once all are filled."""
+        """Refuse numbers that no README uses, after all have been filled."""
         if self.unused:
             raise ResultsError(f"numbers.toml: no README has {', '.join(sorted(self.unused))}")
 
     def line(self, template: str) -> str:
-        """What a program prints of a measurement elsewhere, with the numbers of its template."""
+        """Return a program's line about a measurement elsewhere: its template with the numbers filled in."""
         names = set(re.findall(r"\{(.+?)\}", template))
         self.unused -= names
         if missing := names - self.texts.keys():
@@ -119,7 +119,7 @@ class Numbers:
 
 
 def table_rows(lines: list[str]) -> list[dict[str, str]]:
-    """The rows of a marker's tables by the heads of their columns, with the bold line before a table as `title`."""
+    """Return the rows of a marker's tables by column head, with the bold line before a table as `title`."""
     rows, title, heads = [], "", None
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -133,7 +133,7 @@ def table_rows(lines: list[str]) -> list[dict[str, str]]:
 
 
 def taken(found: list, step: str) -> list:
-    """What one step of an address leads to.
+    """Follow one step of an address.
 
     Raises:
         LookupError: the step takes a value from rows of several measurements.
@@ -159,7 +159,7 @@ def taken(found: list, step: str) -> list:
 
 
 def figures(item: object) -> list[float]:
-    """A number, or the numbers of a text."""
+    """Return a number, or the numbers in a text."""
     if isinstance(item, str):
         return [float(text.replace(",", "")) for text in FIGURE.findall(item)]
     return [item] if isinstance(item, int | float) else []

@@ -1,6 +1,6 @@
 """`python -m benchmarks.one_process`: the server of `beyond/serving` with its engine in a thread of the same process.
 
-It measures the gain of the second process of `python -m beyond.serving`. The options are the same.
+It serves to measure the gain of the second process of `python -m beyond.serving`, and takes the same options.
 """
 
 from __future__ import annotations

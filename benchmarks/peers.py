@@ -1,7 +1,7 @@
 """Engines of other projects behind the interface of the stages' `LLM.generate`, and one variant of stage A.
 
-`transformers`' own `generate` is what a user would reach for first: a static batch. All requests are padded on the left
-to the longest prompt and run until the longest answer is done. All of them return token ids without times, so their
+`generate` of `transformers`, which most users try first, runs a static batch: all requests are padded on the left to
+the longest prompt and run until the longest answer is complete. These engines return token ids without times, so their
 rows have no TTFT and TPOT percentiles.
 """
 
@@ -74,7 +74,7 @@ class TransformersEngine:
 
 
 class Peer:
-    """An engine of another project: what answers lists of ids, and its class of sampling parameters."""
+    """An engine of another project: a function that answers lists of ids, and its class of sampling parameters."""
 
     def __init__(self, answer: Callable[..., list], params_class: type, least_temperature: float = 0.0) -> None:
         self._answer, self._params_class, self._least_temperature = answer, params_class, least_temperature
@@ -83,7 +83,7 @@ class Peer:
         """Answer with the other project's sampling parameters.
 
         Raises:
-            TypeError: it has no parameter of a name that is not at our default.
+            TypeError: the project lacks a parameter that differs from our default.
         """
         asked = []
         for p in params:
@@ -96,7 +96,7 @@ class Peer:
 
 
 def vllm(model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> Peer:
-    """vLLM."""
+    """Make vLLM's engine."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, so its memory is counted
     from vllm import LLM, SamplingParams
 
@@ -111,7 +111,7 @@ def vllm(model: str, *, device: str = "auto", dtype: str = "auto", **options: ob
 
 
 def nano_vllm(model: str, *, device: str = "auto", dtype: str = "auto", **options: object) -> Peer:
-    """nano-vllm. It refuses temperature 0; 1e-5 replaces it, which is greedy in effect."""
+    """Make nano-vllm's engine. It refuses temperature 0, so 1e-5 replaces it, which is greedy in effect."""
     from nanovllm import LLM, SamplingParams
 
     llm = LLM(model_directory(model), **options)
@@ -126,12 +126,12 @@ def mini_sglang(
     max_model_len: int = 4096,
     gpu_memory_utilization: float = 0.9,
 ) -> Peer:
-    """mini-sglang."""
+    """Make mini-sglang's engine."""
     from minisgl.core import SamplingParams
     from minisgl.llm import LLM
 
     class WithLastToken(LLM):
-        """The engine drops each answer's last token from what it returns; here it is kept."""
+        """Keeps each answer's last token, which the engine itself drops."""
 
         def offline_send_result(self, reply: list) -> None:
             for message in reply:
@@ -147,7 +147,7 @@ def ids_of(outputs: Outputs) -> list:
 
 
 def model_directory(model: str) -> str:
-    """A directory in the Hugging Face layout for any model name; random weights are written to a temporary one."""
+    """Return a directory in the Hugging Face layout for any model name; random weights go to a temporary one."""
     source = resolve(model)
     if source.path is not None:
         return str(source.path)

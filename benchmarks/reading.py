@@ -1,9 +1,9 @@
-"""How long a lesson takes, said at its head; `python -m benchmarks.report` writes it.
+"""The reading time at the head of a lesson; `python -m benchmarks.report` writes it.
 
     About 12<!--minutes--> minutes to read, [lab A](…) 3.5<!--hours of lab a--> hours.
 
-Reading is 150 words of prose a minute, or 300 Chinese characters, and ten lines of code. Tables of measurements are
-looked at, not read: a minute.
+A reader reads 150 words of prose per minute, or 300 Chinese characters, or ten lines of code. A table of measurements
+counts as one minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TWO_CHARACTERS = re.compile("[一-鿿]{1,2}")  # a word of Chinese, on average
 
 
 def minutes(text: str) -> int:
-    """Whole minutes that it takes to read a lesson."""
+    """Return the minutes that it takes to read a lesson, as a whole number."""
     tables = len(TABLE.findall(text))
     text = TABLE.sub("", text)
     lines = sum(block.count("\n") for block in BLOCK.findall(text))

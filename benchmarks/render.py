@@ -1,6 +1,6 @@
-'''The renderer: a study says as data what its tables and pictures are; this makes all of them.
+'''The renderer: studies declare their tables and pictures as data, and this module makes them.
 
-A study's module has a text in TOML, a section for each marker of a lesson:
+A study's module has a TOML text with a section for each marker of a lesson:
 
     TABLES = """
     [kernel-table]
@@ -14,8 +14,8 @@ A study's module has a text in TOML, a section for each marker of a lesson:
 A longer text is a `.toml` file next to the module: `[tables.NAME]`, `[pictures.NAME]`.
 A table is made of *records*: the rows of a results file, each with the file's own fields and the median of its samples
 as `seconds`, `ms` and `us`. A format holds Python expressions (without `:` and `!`) over a record, `let`'s names and
-the module. Besides Python's format specifications there are `n` (three digits) and `x` (times). What a record
-(`row`) does not have is a dash.
+the module. Besides Python's format specifications there are `n` (three digits) and `x` (times). A field that a record
+(`row`) lacks becomes a dash.
 '''
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HELPERS = {"number": number, "times": times, "counted": counted, "median": stati
 
 
 def write(form: str, record: Mapping, missing: str = "–") -> str:
-    """Fill a format's expressions; `missing` replaces those that name a field that the record lacks."""
+    """Fill a format's expressions; `missing` replaces expressions that name a missing field."""
     found = []
     try:
         for text, expression, spec, _ in string.Formatter().parse(form):
@@ -50,7 +50,7 @@ def write(form: str, record: Mapping, missing: str = "–") -> str:
 
 
 def facts(result: dict) -> Record:
-    """What a format may name of a file as a whole: its fields, its device, and its copy bandwidth in TB/s."""
+    """Return the names that a format may use of a whole file: its fields, its device, its copy bandwidth in TB/s."""
     copy = result.get("ceilings", {}).get("copy_bytes_per_s", 0) / 1e12
     device = result["environment"]["device"]
     own = {"device": device["name"], "is_cpu": device["type"] == "cpu"}
@@ -58,7 +58,7 @@ def facts(result: dict) -> Record:
 
 
 def records(result: dict) -> list[Record]:
-    """The rows of a file, each with the file's own fields and the median of its samples."""
+    """Return the rows of a file, each with the file's fields and the median of its samples."""
     found = [{**facts(result), **row} for row in result["rows"]]
     for row in (row for row in found if row.get("samples")):
         middle = statistics.median(row["samples"])
@@ -71,10 +71,10 @@ HELPERS |= {"records": records, "short": lambda model: model.removeprefix("rando
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The records, and their results files, that a table or picture is made of.
+    """The records of a table or picture, and their results files.
 
     Args:
-        rows: an expression over the file that gives the records, if they are not its rows.
+        rows: an expression over the file that returns the records, if they are not its rows.
         where: an expression; records for which it is false are left out.
         let: {name: expression}; names for the formats. `at(model=model, way='plain')` is the record with these fields,
             and `every` is all of them.
@@ -89,7 +89,7 @@ class Chosen:
 
     @property
     def names(self) -> Record:
-        """What a format may always name."""
+        """Return the names that every format may use."""
         return HELPERS | vars(self.study)
 
     def of_part(self, results: Sequence[dict]) -> list[dict]:
@@ -111,12 +111,12 @@ class Chosen:
         return found
 
     def said(self, text: str, result: dict) -> str:
-        """A format over a whole file."""
+        """Fill a format with the names of a whole file."""
         return write(text, self.names | facts(result))
 
     @classmethod
     def read(cls, study: ModuleType, name: str) -> dict[str, list[Self]]:
-        """What the study's `TABLES` or `PICTURES` say, by the names of their sections; one may come several times."""
+        """Parse a study's `TABLES` or `PICTURES` by section name; a section may occur several times."""
         file = Path(getattr(study, "__file__", "")).with_suffix(".toml") if hasattr(study, "__file__") else None
         if file and file.is_file():
             found = tomllib.loads(file.read_text(encoding="utf-8")).get(name.lower(), {})
@@ -132,14 +132,14 @@ class Table(Chosen):
 
     Args:
         corner: head of the first column, which names the lines.
-        line: the beginning of a line. Records with the same beginning share a line if there is a `column`.
-        columns, after: {head: format}, before and after the columns that the records make.
-        column: head of the column that a record makes; `cell` is its content; `order` sorts the columns.
+        line: first cell of a line. Records with the same first cell share a line if there is a `column`.
+        columns, after: {head: format}, placed before and after the columns made from records.
+        column: head of a record's column; `cell` is its content; `order` sorts the columns.
         section: records with the same value form a separate table, below `heading`.
-        note: what the line below the table says about the measurement, in addition to machine, versions and commit.
-        below: replaces that line.
+        note: text about the measurement, added to the line below the table with machine, versions and commit.
+        below: replaces this line.
         behind: a sentence between the table and the line below it.
-        each: a table for each results file, and not of the newest alone; `files` says which, in an expression.
+        each: make a table for each results file instead of only the newest; the expression `files` selects them.
 
     A column with only dashes is left out. Without `line` there is no table, and the bars of a picture or the
     heading have the figures.
@@ -162,7 +162,7 @@ class Table(Chosen):
     files: str = ""
 
     def of(self, rows: Sequence[Record]) -> list[str]:
-        """The lines of the tables of these records."""
+        """Return the lines of the tables of these records."""
         found: list[str] = []
         for name in dict.fromkeys(write(self.section, row) for row in rows):
             own = [row for row in rows if write(self.section, row) == name]
@@ -171,7 +171,7 @@ class Table(Chosen):
         return found
 
     def one(self, rows: Sequence[Record]) -> list[str]:
-        """One table."""
+        """Return the lines of one table."""
         body: dict[object, tuple[list[str], dict[str, str], list[str]]] = {}
         for i, row in enumerate(rows):
             first = [write(form, row, self.missing) for form in (self.line, *self.columns.values())]
@@ -191,12 +191,12 @@ class Table(Chosen):
 
 
 def tables(study: ModuleType, results: list[dict]) -> dict[str, list[str]]:
-    """The lines of each of a study's markers, from its results files, the newest first."""
+    """Return the lines of each marker of a study, from its results files, the newest first."""
     return {marker: lines_of(own, results) for marker, own in Table.read(study, "TABLES").items()}
 
 
 def lines_of(parts: Sequence[Table], results: list[dict]) -> list[str]:
-    """The lines of one marker: its tables, which share the line below them."""
+    """Return the lines of one marker: its tables, which share the line below them."""
     found, last = [], parts[-1]
     results = last.of_part(results)
     usual = "results" if last.each else "results[:1]"

@@ -1,12 +1,12 @@
-"""Tables, numbers and pictures from the committed results files, and code from the sources; none is typed by hand.
+"""Write tables, numbers and pictures from the committed results files, and code from the sources; none by hand.
 
     python -m benchmarks.report            # write the READMEs' tables, numbers and code, and the pictures
-    python -m benchmarks.report --check    # change nothing; exit status 1 where something would change
+    python -m benchmarks.report --check    # change nothing; exit status 1 if something would change
 
-A README says with a pair of comments, which no reader sees, where a table goes: `<!-- bench:table -->` …
-`<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`; where code
-goes is said in `excerpts.py`, where numbers in sentences come from in `numbers.py`, and how long a lesson takes in
-`reading.py`. Chinese READMEs get the same tables and pictures with Chinese texts (`chinese.py`).
+A pair of hidden comments in a README marks the place of a table: `<!-- bench:table -->` …
+`<!-- /bench:table -->`. The tables of engines come from `tables.py`, the others from the modules of `micro`. See
+`excerpts.py` for code, `numbers.py` for numbers in sentences, and `reading.py` for reading times. Chinese READMEs get
+the same tables and pictures with Chinese texts (`chinese.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOTHING = ["Not measured yet: `python -m benchmarks.run --help` and `python -m b
 def write_report(root: Path = ROOT, check: bool = False) -> list[Path]:
     """Fill in all READMEs under `root` from its results files, and draw; returns what changed, or would with `check`.
 
-    A check looks for pictures that are missing. It compares none: other versions of matplotlib draw other bytes.
+    A check reports missing pictures. It compares none, because other versions of matplotlib write other bytes.
 
     Raises:
         ResultsError: a results file that must not be shown, a marker that no table belongs to, or a number that has no
@@ -107,7 +107,7 @@ def refuse(files: Sequence[dict], groups: Sequence[Group]) -> None:
 
 
 def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
-    """A README with the text between each pair of markers replaced.
+    """Replace the text between each pair of markers in a README.
 
     Raises:
         ResultsError: a marker that no table belongs to, or one that is not closed.
@@ -125,19 +125,19 @@ def fill(text: str, bodies: dict[str, list[str]], readme: Path) -> str:
 
 
 def readmes(root: Path) -> list[Path]:
-    """Every README that may have markers, in both languages."""
+    """Return every README that may have markers, in both languages."""
     front = [file for end in (".md", ".zh-CN.md") if (file := root / f"README{end}").is_file()]
     rooms = ("benchmarks/**", "stage_*/**", "beyond/**", "labs", "docs/**")
     return front + sorted(file for room in rooms for file in root.glob(f"{room}/*.md"))
 
 
 def programs(root: Path) -> list[Path]:
-    """The programs on one screen, whose last lines have numbers."""
+    """Return the one-screen programs, whose last lines have numbers."""
     return [file for path in PROGRAMS if (file := root / path).is_file()]
 
 
 def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[str]:
-    """The overview: one table per machine and model, and its picture. The course's front page has only the first."""
+    """Return the overview: one table per machine and model, and its picture. The front page has only the first."""
     lines, is_front = [], readme.parent.name != "benchmarks"
     for group in groups[:1] if is_front else groups:
         lines += [*tables.caption(group), *tables.front_table(group, "" if is_front else "../"), ""]
@@ -148,7 +148,7 @@ def front_page(groups: list[Group], pictures: list[Path], readme: Path) -> list[
 
 
 def soak_tables(files: list[dict]) -> dict[str, list[str]]:
-    """What the soaks did, and whether anything grew from the first quarter of the time to its end, by marker."""
+    """Return the tables of soak tests by marker: their work, and growth from the first quarter to the end."""
     heads = ["model, device, time", "requests", "answers that differ", "memory in use, MiB", "blocks left in use"]
     bodies: dict[str, list[list[object]]] = {"soak": [], "soak-http": []}
     for file in sorted(files, key=lambda file: file["file"]):
@@ -172,13 +172,13 @@ def soak_tables(files: list[dict]) -> dict[str, list[str]]:
 
 
 def made_of(files: Sequence[dict]) -> list[str]:
-    """A line for each table: the version or commit of its results files, and the day of the newest one."""
+    """Return a line for each table: the version or commit of its results files, and the date of the newest one."""
     made = {table_of(file["file"].removesuffix(".json")): file for file in reversed(files)}
     return [f"{name}: {made_from(file['environment'])}" for name, file in sorted(made.items())]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the report; returns 1 where a results file is refused, or where `--check` finds a file out of date."""
+    """Write the report; returns 1 if a results file is refused, or if `--check` finds a file out of date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; fail where something would change")
     args = parser.parse_args(argv)

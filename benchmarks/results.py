@@ -5,7 +5,7 @@ One layout for all of them:
     kind         "engines" (run.py), or the name of a module of `micro`
     environment  versions, device, commit, dirty, date; `code`, the hashes of what was measured (sources.py); the
                  `command` and the `seconds` that it took
-    options      what was asked for
+    options      the options of the measurement
     rows         a dict per row, with every sample (`samples`, in seconds where a study times something)
 
 The commit comes from the environment variable `BENCH_COMMIT` where it is set (a hash, with `-dirty` after it where the
@@ -40,11 +40,11 @@ LEAST_REPEATS = 3
 
 
 class ResultsError(ValueError):
-    """A results file that must not be shown; the message names the file and what is wrong with it."""
+    """A results file that must not be shown; the message names the file and the reason."""
 
 
 def environment() -> dict[str, object]:
-    """`versions`, `device`, `commit`, `dirty` and `date`; commit and dirty are None where nothing tells them."""
+    """Return `versions`, `device`, `commit`, `dirty` and `date`; commit and dirty are None if unknown."""
     commit, dirty = commit_of_tree()
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"versions": versions(), "device": device_description(), "commit": commit, "dirty": dirty, "date": date}
@@ -63,7 +63,7 @@ def versions() -> dict[str, str | None]:
 
 
 def device_description() -> dict[str, object]:
-    """The GPU where PyTorch sees one, else the CPU; the CPU is named in both cases, because it launches the kernels."""
+    """Return the GPU if PyTorch sees one, else the CPU. The CPU is always named, because it launches the kernels."""
     cpu = {"cpu": cpu_name(), "cpu_cores": os.cpu_count()}
     if not torch.cuda.is_available():
         return {"type": "cpu", "name": cpu_name(), "threads": torch.get_num_threads(), **cpu}
@@ -73,7 +73,7 @@ def device_description() -> dict[str, object]:
 
 
 def commit_of_tree() -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it), from `BENCH_COMMIT` or from git; (None, None) where neither tells."""
+    """Return the commit and whether the tree differs from it, from `BENCH_COMMIT` or git; (None, None) if unknown."""
     given = os.environ.get("BENCH_COMMIT", "").strip()
     if given:
         return given.removesuffix("-dirty"), given.endswith("-dirty")
@@ -85,20 +85,20 @@ def commit_of_tree() -> tuple[str | None, bool | None]:
 
 
 def command() -> str:
-    """This process's command, after `python -m`."""
+    """Return this process's command, after `python -m`."""
     spec = sys.modules["__main__"].__spec__
     return shlex.join([spec.name.removesuffix(".__main__") if spec else "", *sys.argv[1:]])
 
 
 def made_from(where: dict) -> str:
-    """The version and commit that a file's `environment` names, and the day of its measurement."""
+    """Return the version and commit in a file's `environment`, and the date of its measurement."""
     version, commit = where.get("versions", {}).get("six engines"), where.get("commit")
     named = [version and f"version {version}", commit and f"commit {commit[:10]}", where["date"][:10]]
     return ", ".join(filter(None, named))
 
 
 def table_of(name: str) -> str:
-    """The name of the table that a results file is a part of: without the number at its end."""
+    """Return the name of a results file's table: the file's name without the number at its end."""
     return re.sub(r"-\d+$", "", name)
 
 
@@ -119,7 +119,7 @@ def write(payload: dict, path: Path) -> None:
 
 
 def as_text(payload: dict) -> str:
-    """JSON with a line for each value, and in a list of dicts, such as `rows`, a line for each of them."""
+    """Format as JSON with a line for each value, and a line for each dict of a list such as `rows`."""
     lines = []
     for key, value in payload.items():
         is_table = isinstance(value, list) and value and isinstance(value[0], dict)
@@ -129,10 +129,10 @@ def as_text(payload: dict) -> str:
 
 
 def load(path: Path) -> dict:
-    """Read a results file, with its name as `file`, and check that it says how it was measured.
+    """Read a results file, add its name as `file`, and check that it describes its measurement.
 
     Raises:
-        ResultsError: it is not JSON, or lacks what is needed to repeat it.
+        ResultsError: it is not JSON, or lacks a field that is needed to repeat it.
     """
     try:
         payload = json.loads(path.read_text(encoding="utf-8"))
@@ -153,18 +153,18 @@ def load(path: Path) -> dict:
 
 
 def load_all(directory: Path = RESULTS) -> list[dict]:
-    """Every results file of the directory, the newest first."""
+    """Return every results file of the directory, the newest first."""
     found = [load(path) for path in sorted(directory.glob("*.json"))]
     return sorted(found, key=lambda payload: payload["environment"]["date"], reverse=True)
 
 
 def of_kind(kind: str) -> list[dict]:
-    """The committed results files of one kind, newest first."""
+    """Return the committed results files of one kind, the newest first."""
     return [payload for payload in load_all() if payload["kind"] == kind]
 
 
 def mixture(payloads: Iterable[dict]) -> str:
-    """Why these files may not share one table: several commits, or a changed tree. Empty if they may."""
+    """Explain why these files may not share one table: several commits, or a changed tree. Empty if they may."""
     where = {payload["file"]: payload["environment"] for payload in payloads}
     commits = {file: own["commit"][:10] + " with changes" * own["dirty"] for file, own in where.items()}
     if len(set(commits.values())) == 1 and not any(own["dirty"] for own in where.values()):
@@ -173,6 +173,6 @@ def mixture(payloads: Iterable[dict]) -> str:
 
 
 def few_repeats(payload: dict) -> str:
-    """Why a study's file may be no table: rows with too few samples. Empty if it may."""
+    """Explain why a study's file may not become a table: rows with too few samples. Empty if it may."""
     few = sum(len(row["samples"]) < LEAST_REPEATS for row in payload["rows"] if "samples" in row)
     return f"{few} rows with fewer than {LEAST_REPEATS} samples" if few else ""

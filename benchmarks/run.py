@@ -1,11 +1,11 @@
-"""The runner: the same work through every engine, honestly.
+"""The runner: give every engine the same work, and time it.
 
     python -m benchmarks.run
     python -m benchmarks.run --engines A mine=my_module:LLM --workloads single mixed
     python -m benchmarks.run --size gpu --model random:qwen2.5-0.5b --engines A "B compiled" F --output a.json
 
-`benchmarks/README.md` says what makes it honest. Results go to `benchmarks/local/`, which git ignores. `--publish NAME`
-also writes `benchmarks/results/NAME.json`, at the end of a complete measurement from a clean commit.
+`benchmarks/README.md` explains the rules of a fair comparison. Results go to `benchmarks/local/`, which git ignores.
+`--publish NAME` also writes `benchmarks/results/NAME.json`, at the end of a complete measurement from a clean commit.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; returns 1 where an engine failed or answered differently, 2 where the arguments are wrong."""
+    """Measure; returns 1 if an engine failed or answered differently, 2 if the arguments are wrong."""
     args, status = build_parser().parse_args(argv), 0
     try:
         measurement = Measurement(args)
@@ -103,7 +103,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def show(measurement: Measurement) -> None:
-    """Print the table of what was measured, and where every sample is."""
+    """Print the table of measurements, and the path of the file with every sample."""
     [group] = group_results([measurement.payload() | {"file": measurement.path.name}])
     print(f"\n{group.model}, size {group.size}, {group.dtype}, {group.device} (1 × the floor: the hardware's limit)\n")
     lines = overview(group)
@@ -120,10 +120,10 @@ def show(measurement: Measurement) -> None:
 
 
 class Measurement:
-    """What the command line asks for: look at the device, compare the engines' answers, time every engine.
+    """A measurement from the command line: describe the device, compare the engines' answers, time every engine.
 
     Raises:
-        ValueError: an engine, a model or a device that is not there; or a publication that the report would refuse.
+        ValueError: an engine, model or device does not exist, or the report would refuse the publication.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -156,26 +156,26 @@ class Measurement:
 
     @property
     def has_failed(self) -> bool:
-        """Whether an engine failed or answered differently; one that was not run has not failed."""
+        """Tell whether an engine failed or answered differently. An engine that was not run has not failed."""
         return any("error" in row for row in self.rows.values())
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
     def job(self, kind: str, heard: Callable[[dict], None] = lambda found: None, **more: object) -> dict:
-        """Run a job of `worker.py` on this device; `heard` gets its results so far."""
+        """Run a job of `worker.py` on this device; `heard` receives its results so far."""
         timeout = 100 + 5 * self.args.max_seconds
         return run_job({"kind": kind, "device": self.args.device, "dtype": self.args.dtype} | more, timeout, heard)
 
     def look(self) -> None:
-        """Look at the machine and pass the parity gate: every engine must give the tokens that the reference gives.
+        """Describe the machine and pass the parity gate: every engine must generate the reference's tokens.
 
         A fast wrong answer is worth nothing, and a kernel that reads past its cache is often fast. Greedy answers to a
-        few questions are compared token by token, with the tutor: its margins are wide. All engines answer in one
-        process, one after another; where one takes the process down, another process goes on with the next.
+        few questions are compared token by token, with the tutor, because its margins are wide. All engines answer in
+        one process, one after another; if one ends the process, another process continues with the next.
 
         Raises:
-            SystemExit: the device or the reference itself does not work, so nothing can be compared.
+            SystemExit: the device or the reference does not work, so nothing can be compared.
         """
         self.say(f"{self.model}, size {self.args.size}: all engines answer the same questions first")
         count, answers = torch.cuda.device_count(), {}
@@ -207,7 +207,7 @@ class Measurement:
         )
 
     def _answered(self, found: dict) -> None:
-        """Say which engine has answered, as each of them does."""
+        """Print which engine has answered, as soon as it has."""
         if names := list(found.get("answers", {})):
             self.say(f"    {names[-1]} has answered")
 
@@ -250,7 +250,7 @@ class Measurement:
             self.say(f"    {engine.name}, {name}: {', '.join(f'{key} {value}' for key, value in last.items())}")
 
     def payload(self) -> dict:
-        """The results file so far; a row without an outcome yet is left out."""
+        """Return the results file so far, without rows that have no outcome yet."""
         args, found = self.args, self.found
         cost = ModelCost(self.config, DTYPES[found["dtype"]].itemsize)
         return {
@@ -279,7 +279,7 @@ class Measurement:
 
 
 def difference(expected: list[list[int]], found: list[list[int]]) -> str:
-    """Where two lists of answers part, for the error message; empty where they do not."""
+    """Describe the first difference of two lists of answers, for the error message; empty if they are equal."""
     for question, (want, got) in enumerate(zip(expected, found, strict=True)):
         for at, (a, b) in enumerate(zip_longest(want, got)):
             if a != b:

@@ -1,13 +1,14 @@
-"""An open-loop load on a server: requests arrive when they arrive, whether or not the earlier ones are answered.
+"""An open-loop load on a server: requests arrive at given times, whether or not earlier ones have been answered.
 
     make serve STAGE=e &
     python -m benchmarks.serve --request-rate 4 --num-prompts 100 --goodput ttft:200 tpot:50
 
-A *closed* loop (a client that asks again once it is answered) slows down with the server and so hides its queue. People
-do not wait for one another: their requests come at random times, as a Poisson process. The figures have the names and
-definitions of `vllm bench serve`, so that they can be compared. The client competes with the server for the machine, so
-it is written on asyncio's streams and parses nothing that it need not; any server with the OpenAI API will do. Requests
-are greedy; start a server whose model recommends a penalty with `--generation-config vllm`, or they have that too.
+A *closed* loop (a client that sends its next request after an answer) slows down with the server and so hides its
+queue. People do not wait for one another: their requests arrive at random times, as a Poisson process. The figures have
+the names and definitions of `vllm bench serve`, so that they can be compared. The client competes with the server for
+the machine, so it uses asyncio's streams and parses only what it needs; any server with the OpenAI API will do.
+Requests are greedy. If the model recommends a penalty, start the server with `--generation-config vllm`, or requests
+will have the penalty too.
 
     TTFT   time to first token: from sending the request to its first token
     ITL    inter-token latency: between two tokens of a request, all gaps of all requests
@@ -42,7 +43,7 @@ FIRST_ID, LAST_ID = 10, 1000  # token ids that every model has
 
 @dataclass
 class Answer:
-    """What came of one request. Times are seconds on the monotonic clock."""
+    """The outcome of one request. Times are seconds on the monotonic clock."""
 
     due: float  # when it was to be sent
     sent: float = 0.0
@@ -54,10 +55,10 @@ class Answer:
 async def stream_completion(
     url: str, body: dict[str, object], answer: Answer, api_key: str | None = None, connect_early: bool = False
 ) -> None:
-    """When `answer` is due, ask the server at `url` (without a path) for it, streamed; note in `answer` what comes.
+    """Send a streamed request to the server at `url` (without a path) when `answer` is due; record times in `answer`.
 
     Args:
-        connect_early: connect at once, as a client that keeps its connections does, and not only when it is due.
+        connect_early: connect at once, like a client that reuses its connections, instead of when it is due.
 
     Raises:
         OSError, EOFError: the connection failed or broke off.
@@ -111,7 +112,7 @@ def _note(event: bytes, answer: Answer) -> None:
 async def offer(
     url: str, bodies: Sequence[dict], times: Sequence[float], api_key: str | None = None, connect_early: bool = False
 ) -> tuple[list[Answer], float]:
-    """Send every request at its time; returns what came of each, and how long it all took in seconds."""
+    """Send every request at its time; returns each outcome, and the total time in seconds."""
 
     async def send(body: dict[str, object], answer: Answer) -> None:
         try:
@@ -128,12 +129,12 @@ async def offer(
 
 
 def schedule(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """When each request is sent, in seconds from the beginning.
+    """Return when each request is sent, in seconds from the beginning.
 
     Args:
         rate: requests per second; infinity sends all at once.
-        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less comes in bursts, more is
-            steadier. The mean gap is 1 / rate whatever it is.
+        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less means bursts, more is
+            steadier. The mean gap is always 1 / rate.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -143,14 +144,14 @@ def schedule(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 def make_prompts(count: int, length: int, prefix: int, seed: int) -> list[list[int]]:
-    """Random token ids; the first `prefix` of them are the same for all."""
+    """Make prompts of random token ids; the first `prefix` ids are the same in all."""
     chance = random.Random(f"prompts {seed}")
     shared = [chance.randrange(FIRST_ID, LAST_ID) for _ in range(prefix)]
     return [shared + [chance.randrange(FIRST_ID, LAST_ID) for _ in range(length - prefix)] for _ in range(count)]
 
 
 def latencies(answer: Answer) -> dict[str, list[float]]:
-    """The figures of one answer by the name of the latency, in milliseconds. TPOT takes more than one token."""
+    """Return the latencies of one answer by name, in milliseconds. TPOT needs more than one token."""
     first, last = answer.arrivals[0], answer.arrivals[-1]
     return {
         "ttft": [1e3 * (first - answer.sent)],
@@ -163,11 +164,11 @@ def latencies(answer: Answer) -> dict[str, list[float]]:
 def summarize(
     answers: Sequence[Answer], seconds: float, prompt_tokens: int, goals: dict[str, float]
 ) -> dict[str, object]:
-    """All figures of a load.
+    """Summarise a load.
 
     Args:
         prompt_tokens: of each request.
-        goals: the most that TTFT, TPOT and E2EL may be, in milliseconds, for a request to count as good.
+        goals: upper limits of TTFT, TPOT and E2EL in milliseconds for a request to count as good.
     """
     done = [answer for answer in answers if not answer.error and answer.arrivals]
     each = [latencies(answer) for answer in done]
@@ -193,7 +194,7 @@ def summarize(
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear between the two nearest values; None of nothing."""
+    """Return a percentile, linear between the two nearest values; None without values."""
     return float(np.percentile(values, share)) if len(values) else None
 
 
@@ -206,7 +207,7 @@ def read_goal(word: str) -> tuple[str, float]:
 
 
 def table(found: dict[str, object]) -> str:
-    """The figures for people."""
+    """Format the figures as a table."""
     rows = [f"{name.replace('_', ' '):28} {value:12,.2f}" for name, value in found.items() if not name.endswith("_ms")]
     rows += ["", f"{'ms':28} {'mean':>12} {'median':>12} {'p99':>12}"]
     for name in LATENCIES:
@@ -219,7 +220,7 @@ def table(found: dict[str, object]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Offer a load and print what came of it; returns 1 where a request failed, 2 where the arguments are wrong."""
+    """Offer a load and print the figures; returns 1 if a request failed, 2 if the arguments are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

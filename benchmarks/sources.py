@@ -1,10 +1,10 @@
-"""The code that a result comes from: the files that a measured engine or study imports, as one hash for each folder.
+"""The code behind a result: the files that a measured engine or study imports, as one hash per folder.
 
 Comments, docstrings and layout do not count, because a file is hashed as its syntax tree (C++: without comments and
-white space). Neither do error messages, a study's tables and pictures, the command line, and the benchmark around it.
-A results file holds the hashes of the code that it measured (`environment` > `code`). They are stored there and not
-computed from the commit, because a machine that measures may have no git, and a shallow clone, an archive and a
-rewritten history do not have the commit.
+white space). Error messages, a study's tables and pictures, the command line and the surrounding benchmark do not count
+either. A results file holds the hashes of the code that it measured (`environment` > `code`). They are stored there and
+not computed from the commit, because the measuring machine may have no git, and a shallow clone, an archive or a
+rewritten history may lack the commit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FACTORIES = {engine.name: engine.factory for engine in ENGINES}
 
 
 def code_of(*starts: str, root: Path = ROOT) -> dict[str, str]:
-    """A hash for each top folder with code that these modules import, directly or not.
+    """Return a hash for each top folder with code that these modules import, directly or indirectly.
 
     Args:
         starts: `module`, or `package:name` as in `engines.toml`; those that are not in this repository are left out.
@@ -52,7 +52,7 @@ def code_of(*starts: str, root: Path = ROOT) -> dict[str, str]:
 
 @cache
 def used_by(file: str, root: Path) -> list[str]:
-    """The files that a file imports, names as text, or compiles."""
+    """Return the files that a file imports, names in a string, or compiles."""
     folders = (KERNELS[file], "csrc/common") if file in KERNELS else ()
     found = [p.relative_to(root).as_posix() for f in folders for p in (root / f).glob("*.*") if p.suffix != ".md"]
     if not file.endswith(".py"):
@@ -74,7 +74,7 @@ def used_by(file: str, root: Path) -> list[str]:
 
 
 def files_of(name: str, root: Path) -> Iterator[str]:
-    """The files of `module` or `module:name`: its packages, itself, and where its package says the name is defined."""
+    """Return the files of `module` or `module:name`: its packages, the module, and the file that defines the name."""
     module, _, own = name.partition(":")
     if not OURS.fullmatch(module):
         return
@@ -98,14 +98,14 @@ def tree_of(file: str, root: Path) -> ast.Module:
 
 @cache
 def text_of(file: str, root: Path) -> str:
-    """What counts of a file."""
+    """Return the part of a file that counts."""
     if file.endswith(".py"):
         return shape(tree_of(file, root))
     return COMMENTS.sub(" ", (root / file).read_text(encoding="utf-8"))
 
 
 def shape(node: object) -> str:
-    """A syntax tree as text that is the same in all versions of Python, without what people alone read."""
+    """Return a syntax tree as text, equal in all versions of Python, without the parts that only people read."""
     if isinstance(node, list):
         return f"[{' '.join(shape(item) for item in node if not is_prose(item))}]"
     if not isinstance(node, ast.AST):
@@ -115,7 +115,7 @@ def shape(node: object) -> str:
 
 
 def is_prose(node: object) -> bool:
-    """Whether it is a docstring, an error that is raised, a table, a picture or a function that draws one."""
+    """Tell whether a node is a docstring, a raised error, a table, a picture or a function that draws one."""
     if isinstance(node, ast.Raise):
         return True
     if isinstance(node, ast.Assign):

@@ -1,6 +1,6 @@
 """The tables of engines: a stage's, a study's, the front page's, and the overview that a run prints.
 
-A row of them is an engine, a column is a `Column`: one figure of one workload, the median of all its samples.
+Each row is an engine; each column is a `Column`: one figure of one workload, the median of all its samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Column:
         return group.floor(self.workload, self.figure)
 
     def range(self, group: Group, engine: str) -> str:
-        """The median, and the least and most of the samples."""
+        """Return the median, the smallest and the largest of the samples."""
         return spread(group.values(engine, self.workload, self.figure))
 
     def cell(self, group: Group, engine: str, ranges: bool = False) -> str:
@@ -43,7 +43,7 @@ class Column:
         return self.range(group, engine) if ranges else number(self.median(group, engine))
 
     def gain(self, group: Group, engine: str, before: str = "") -> str:
-        """How many times as fast as another engine; by default the stage before, eager or compiled as this one is."""
+        """Return the speed relative to another engine; by default the stage before, eager or compiled like this one."""
         value, base = self.median(group, engine), self.median(group, before or BEFORE.get(engine, ""))
         if not value or not base:
             return "–"
@@ -95,7 +95,7 @@ def engine_tables(groups: Sequence[Group]) -> dict[str, list[str]]:
 
 
 def overview(group: Group) -> list[str]:
-    """The table that compares the engines at a glance."""
+    """Return the table that compares the engines at a glance."""
     ttft = group.workloads["ttft"]["floor"] if "ttft" in group.workloads else {}
     columns = [START, STEP, FAR, BATCH, LOAD, LOAD_SHARE, PREFIX]
     columns += [MEMORY] if any(MEMORY.median(group, engine) for engine in group.engines) else []
@@ -104,7 +104,7 @@ def overview(group: Group) -> list[str]:
 
 
 def own_results(group: Group) -> list[str]:
-    """A reader's own results as Markdown: throughput, first token, time per token and memory, against the first row.
+    """Format a reader's results as Markdown: throughput, first token, time per token, memory, against the first row.
 
     The first row is Hugging Face's `generate` where it was measured.
     """
@@ -129,14 +129,14 @@ def own_results(group: Group) -> list[str]:
         "",
         *work,
         "",
-        "`make bench` writes this file anew: keep what you conclude from it in a file of your own.",
+        "`make bench` overwrites this file: keep your conclusions in another file.",
     ]
 
 
 def stage_table(group: Group, package: str, before: str | None) -> list[str]:
     """Return the rows of a stage, its variants and the stage before, with the range of the samples.
 
-    Empty if the stage before was not measured: there is nothing to compare.
+    Empty if the stage before was not measured, because there is nothing to compare.
     """
     packages = {engine: row["package"] for (engine, _), row in group.rows.items() if "package" in row}
     engines = [
@@ -154,7 +154,7 @@ def stage_table(group: Group, package: str, before: str | None) -> list[str]:
 
 
 def table(group: Group, engines: Sequence[str], columns: Sequence[Column], ranges: bool = False) -> list[str]:
-    """One row per engine, the floor first, and below what was not run and what was measured elsewhere."""
+    """Return one row per engine, the floor first, then engines that were not run or were measured elsewhere."""
     columns = [column for column in columns if column.workload in group.workloads]
     floors = ["1 ×" if c.of_floor else number(floor) if (floor := c.floor(group)) else "" for c in columns]
     rows = [["*floor*", *floors]]
@@ -165,7 +165,7 @@ def table(group: Group, engines: Sequence[str], columns: Sequence[Column], range
 
 
 def launch_cost(group: Group) -> list[str]:
-    """Say what a launch costs on a group's machine; "" if it was not measured."""
+    """State the cost of a launch on a group's machine; "" if it was not measured."""
     costs = [file["launch_seconds"] for file in group.own if file.get("launch_seconds")]
     if not costs:
         return []
@@ -178,7 +178,7 @@ def launch_cost(group: Group) -> list[str]:
 
 
 def study_table(group: Group) -> list[str]:
-    """The rows of a study in its order, each figure with its factor against the first row."""
+    """Return the rows of a study in its order, each figure with its factor against the first row."""
     first, *_ = group.engines
     known = (STEP, BATCH, LOAD, PREFIX_FIRST, PREFIX)
     columns, body = [column for column in known if column.workload in group.workloads], []
@@ -200,12 +200,12 @@ def study_table(group: Group) -> list[str]:
 
 
 def front_rows(group: Group) -> list[str]:
-    """The engines of the front page: the stages, and what was measured elsewhere."""
+    """Return the engines of the front page: the stages, and those measured elsewhere."""
     return [engine for engine in group.engines if engine in WORDS["adds"] or engine in group.elsewhere]
 
 
 def front_table(group: Group, folder: str = "") -> list[str]:
-    """Stage, what it adds, one request, load, and both against the stage before.
+    """Return the front page's table: stage, what it adds, one request, load, and both against the stage before.
 
     Args:
         folder: the path to the folders of the stages from where the table is shown, for example `../`.
@@ -224,7 +224,7 @@ def front_table(group: Group, folder: str = "") -> list[str]:
 
 
 def notes(group: Group, engines: Sequence[str], columns: Sequence[Column]) -> list[str]:
-    """Explain dashes and daggers, and note a first visit that was much slower than the second."""
+    """Explain dashes and daggers, and mention a first visit that was much slower than the second."""
     shown, lines = {column.workload for column in columns}, []
     reasons: dict[tuple[str, str], list[str]] = {}
     too_long: dict[tuple[str, str], list[str]] = {}  # by workload and limit

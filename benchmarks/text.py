@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, and whole numbers from 100 on; a dash for nothing."""
+    """Format a number with three significant digits, from 100 on as a whole number; None becomes a dash."""
     if value is None:
         return "–"
     if value >= 100:
@@ -16,7 +16,7 @@ def number(value: float | None) -> str:
 
 
 def against_floor(figure: str, value: float | None, floor: float | None) -> str:
-    """How far from the floor: `2.3 ×` for a time, a share for a rate."""
+    """Format the distance from the floor: `2.3 ×` for a time, a share for a rate."""
     if value is None or floor is None:
         return "–"
     return f"{100 * value / floor:.1f} %" if figure.endswith("_per_s") else f"{number(value / floor)} ×"
@@ -31,18 +31,18 @@ def spread(values: Sequence[float]) -> str:
 
 
 def medians(rows: Iterable[dict], *keys: str) -> dict[tuple, float]:
-    """The median of the samples of each row, by the row's values of these keys."""
+    """Map each row's values of these keys to the median of its samples."""
     return {tuple(row[key] for key in keys): statistics.median(row["samples"]) for row in rows}
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table; all columns but the first aligned to the right."""
+    """Return the lines of a table; all columns but the first are right-aligned."""
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     return lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 row`, `2 rows`."""
+    """Format a count with its noun: `1 row`, `2 rows`."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 

@@ -18,7 +18,7 @@ Work = Callable[[], object]
 
 
 def call_seconds(work: Work, device: torch.device, repeats: int, warm_up: int = 1) -> list[float]:
-    """Seconds of each of `repeats` calls; the device is idle before the clock starts and before it stops."""
+    """Time each of `repeats` calls in seconds; the device is idle before the clock starts and before it stops."""
     samples = []
     for _ in range(warm_up + repeats):
         start = synchronized_time(device)
@@ -28,11 +28,11 @@ def call_seconds(work: Work, device: torch.device, repeats: int, warm_up: int = 
 
 
 def graph_seconds(launches: Sequence[Work], repeats: int, replays: int = 1, capture: bool = True) -> list[float]:
-    """Seconds per launch on the current GPU, `repeats` samples; by the device's own clock, without Python.
+    """Measure seconds per launch on the current GPU, `repeats` samples, by the device's clock, without Python.
 
     Args:
-        launches: captured into one CUDA graph, one after another. Give launches that read different memory where the
-            L2 cache would flatter.
+        launches: captured into one CUDA graph, one after another. They should read different memory, so that the L2
+            cache does not serve them.
         replays: of the graph, in a sample.
         capture: False launches them one by one, for work that cannot be captured.
     """
@@ -61,10 +61,10 @@ def graph_seconds(launches: Sequence[Work], repeats: int, replays: int = 1, capt
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Copy bandwidth (bytes read and written together) and matmul rate, measured, because data sheets promise more.
+    """Measure the copy bandwidth (bytes read plus written) and the matmul rate, because data sheets promise more.
 
-    The sizes exceed all caches and make launches negligible. The best of several runs counts, because a disturbed run
-    is not the ceiling.
+    The sizes exceed all caches and make launch times negligible. The best of several runs counts, because a disturbed
+    run is not the ceiling.
     """
     num_bytes, size = (2**31, 8192) if device.type == "cuda" else (2**27, 1024)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -74,7 +74,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def launch_seconds(device: torch.device) -> dict[str, float]:
-    """Seconds of a kernel that does nothing, launched from Python (`alone`) and inside a CUDA graph (`in_graph`)."""
+    """Measure the seconds of an empty kernel, launched from Python (`alone`) and inside a CUDA graph (`in_graph`)."""
     x = torch.zeros(1, device=device)
     launches = [lambda: x.add_(1)] * 1000
     captured = {"alone": False, "in_graph": True}
@@ -86,10 +86,10 @@ COUNTED_STEPS = 8
 
 
 def launches_per_step(llm: object) -> dict[str, float]:
-    """Kernels that the GPU runs in a decode step of one request, and launches that the CPU makes for it.
+    """Count the kernels that the GPU runs in a decode step of one request, and the launches that the CPU makes for it.
 
-    Counted by PyTorch's profiler, as the difference of two calls of `generate`. About equal without CUDA graphs; the
-    launch of a graph is a single one, of all its kernels.
+    PyTorch's profiler counts them, as the difference of two calls of `generate`. The two are about equal without CUDA
+    graphs; with one, a single launch starts all its kernels.
     """
 
     def counted(max_tokens: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Read a profiler's trace: every kernel of a stretch of work with its start and its length, and a drawing of them.
+"""Read a profiler's trace: every kernel of some work with its start and its length, and draw them.
 
-On a GPU the spans are the kernels, as the device's own clock saw them, inside CUDA graphs too. On a CPU they are the
-innermost operators; between them Python and PyTorch's dispatcher are at work. Recording slows down the CPU, which
-launches the work, and not the kernels.
+On a GPU the spans are the kernels by the device's clock, also inside CUDA graphs. On a CPU they are the innermost
+operators; between them Python and PyTorch's dispatcher run. Recording slows down the CPU, which launches the work, but
+not the kernels.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Recording:
 
     @property
     def whole(self) -> float:
-        """µs from the first span's start to the last one's end."""
+        """Return the µs from the first span's start to the last one's end."""
         return max(s.start + s.length for s in self.spans) - self.spans[0].start
 
     @property
     def busy(self) -> float:
-        """µs in which at least one span runs."""
+        """Return the µs in which at least one span runs."""
         total, end = 0.0, float("-inf")
         for span in self.spans:
             stop = span.start + span.length
@@ -62,10 +62,10 @@ class Recording:
 
 
 def record(name: str, run: Callable[[], object], device: torch.device, steps: int) -> Recording:
-    """Call `run`, which is `steps` decode steps, under PyTorch's profiler; of three calls the fastest is kept.
+    """Call `run`, which runs `steps` decode steps, under PyTorch's profiler; returns the fastest of three calls.
 
     Raises:
-        RuntimeError: nothing ran.
+        RuntimeError: no kernel or operator ran.
     """
     found = [_record_once(run, device) for _ in range(3)]
     if not all(found):
@@ -86,7 +86,7 @@ def _record_once(run: Callable[[], object], device: torch.device) -> list[Span]:
 
 
 def read_trace(path: Path, is_cuda: bool) -> list[Span]:
-    """The kernels (or, on a CPU, innermost operators) of a file that PyTorch's profiler wrote, by their start."""
+    """Return the kernels (on a CPU: innermost operators) in a file of PyTorch's profiler, by start."""
     events = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e.get("ph") == "X"]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     found = sorted(kernels if is_cuda else _innermost(events), key=lambda e: e["ts"])
@@ -95,7 +95,7 @@ def read_trace(path: Path, is_cuda: bool) -> list[Span]:
 
 
 def _innermost(events: list[dict]) -> list[dict]:
-    """Operators that compute something and call no other such operator; a product that copies its bias is one."""
+    """Keep operators that compute something and call no other such operator; a product that copies its bias is one."""
     operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].split("::")[-1] not in NO_WORK.split()]
     operators.sort(key=lambda e: (e["tid"], e["ts"], -e["dur"]))  # an operator is followed by the first that it calls
     ends: dict[int, float] = {}  # of the last product, by thread
@@ -112,7 +112,7 @@ def _end_of_product(event: dict) -> dict[int, float]:
 
 
 def to_rows(recordings: list[Recording]) -> list[dict]:
-    """Recordings as rows of a results file; a span is [name's number, start, length], to keep it small."""
+    """Convert recordings to rows of a results file; a span is [number of its name, start, length], to save space."""
     rows = []
     for r in recordings:
         number = {name: i for i, name in enumerate(dict.fromkeys(span.name for span in r.spans))}
@@ -122,13 +122,13 @@ def to_rows(recordings: list[Recording]) -> list[dict]:
 
 
 def from_rows(rows: list[dict]) -> list[Recording]:
-    """The recordings of a results file."""
+    """Return the recordings in a results file."""
     spans = [[Span(row["names"][number], *times) for number, *times in row["spans"]] for row in rows]
     return [Recording(row["name"], row["steps"], own) for row, own in zip(rows, spans, strict=True)]
 
 
 def draw_gaps(recordings: list[Recording], device: str, what: str = "decode step", title: str = "") -> Picture:
-    """The kernels of a few steps on one time axis: a mark is work, grey is waiting."""
+    """Draw the kernels of a few steps on one time axis: coloured marks are work, grey is waiting."""
     longest = max(r.whole for r in recordings)
     scale, unit = (1e3, "ms") if longest > 2000 else (1, "µs")
     counted = f"{recordings[0].steps} {what}{'s' * (recordings[0].steps > 1)}"

@@ -1,8 +1,8 @@
 """Two hosts on one machine: network namespaces with separate addresses, joined by a virtual cable.
 
-A process in a namespace sees no other network. What it sends to the other host goes through the cable and is counted
-there by the kernel, and when the cable is pulled, nothing comes any more and nothing is closed: as if a host had lost
-its power. It needs root and `ip`.
+A process in a namespace sees no other network. Its traffic to the other host goes through the cable, where the kernel
+counts it. When the cable is pulled, nothing arrives and no connection is closed, as if a host had lost its power. This
+needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def missing() -> str | None:
 
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Two hosts, removed at the end.
+    """Make two hosts, and remove them at the end.
 
     Raises:
         subprocess.CalledProcessError: see `missing`.

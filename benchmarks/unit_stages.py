@@ -1,4 +1,4 @@
-"""Pipeline stages that take one unit of time for every step: the real scheduler and engine, counted and not timed."""
+"""Pipeline stages that take one unit of time per step: the real scheduler and engine, counted instead of timed."""
 
 from __future__ import annotations
 

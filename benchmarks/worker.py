@@ -1,9 +1,9 @@
-"""One engine in one process: the part of the benchmark that holds the model, and how it is started and ended.
+"""One engine in one process: the process that holds the model, and how it is started and ended.
 
 `run_job` starts `python -m benchmarks.worker FOLDER` afresh for every engine and repeat, so that no engine inherits
-another's memory, compiled programs or caches. The result is written again after each workload, so that a crash or a
-timeout costs the rest and not what was measured. The engine is built before anything else is imported: its start-up
-time holds what the engine imports, and not what the benchmark does.
+another's memory, compiled programs or caches. The result is written again after each workload, so a crash or a
+timeout loses only the rest. The engine is built before anything else is imported, so its start-up time includes the
+engine's imports but not the benchmark's.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PARENT = "BENCH_PARENT"  # environment variable: the end of a pipe that its pare
 
 
 def run_job(job: Mapping[str, object], timeout: float, heard: Callable[[dict], None] = lambda found: None) -> dict:
-    """Do a job in a separate process, and end it within a time limit, whatever happens to it or to this process.
+    """Run a job in a separate process, which ends within a time limit whatever happens to it or to this process.
 
     Args:
-        heard: gets the process's results so far, each time there are more.
+        heard: receives the process's results so far, each time there are more.
 
     Returns:
-        What the process wrote, `complete` if it got to the end; else with `error`, which says how it ended.
+        the process's results: `complete` if it finished, else with an `error` that says how it ended.
     """
     with tempfile.TemporaryDirectory(prefix="six-engines-bench-") as name:
         folder, file = Path(name), Path(name, "result.json")
@@ -78,20 +78,20 @@ def wait(process: subprocess.Popen, timeout: float, file: Path, heard: Callable[
 
 
 def end_with_parent() -> None:
-    """End this process and all that it has started when the one that asked for it has ended, by whatever signal."""
+    """End this process and its children when its parent has ended, by whatever signal."""
     os.read(int(os.environ[PARENT]), 1)  # nothing is ever written: it returns when the other end is closed
     os.killpg(0, signal.SIGKILL)
 
 
 def write(file: Path, found: dict) -> None:
-    """Write a file at once: somebody may be reading it."""
+    """Write a file in one operation, because another process may be reading it."""
     new = file.with_suffix(".new")
     new.write_text(json.dumps(found), encoding="utf-8")
     new.replace(file)
 
 
 def peak_megabytes(device: str) -> float:
-    """The most memory that this process has used: of the GPU where it computes there, else of the host."""
+    """Return the peak memory of this process: GPU memory if it computes on a GPU, else host memory."""
     import torch  # the engine has imported it
 
     if device != "cpu" and torch.cuda.is_available():

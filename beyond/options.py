@@ -1,9 +1,9 @@
 """All options of `beyond`'s engine, combinations that are refused, and the command-line arguments.
 
-The packages document their options: `quantization/options.py`, `speculation/options.py`, `windows/options.py` and
-`scale_out/options.py`. All options are one flat set of names. Nearly all of them combine, because each chooses a
-different part of the engine; `REFUSED` lists the pairs that do not combine, with advice. (The list is in this file
-because the command line needs it before slow imports.)
+The packages document their options: `quantization/options.py`, `speculation/options.py`, `windows/options.py`,
+`experts/options.py` and `scale_out/options.py`. All options are one flat set of names. Nearly all of them combine,
+because each chooses a different part of the engine; `REFUSED` lists the pairs that do not combine, with advice. (The
+list is in this file because the command line needs it before slow imports.)
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from beyond.experts.options import ExpertOptions
+from beyond.experts.options import add_options as add_expert_options
 from beyond.quantization.options import QuantizationOptions
 from beyond.quantization.options import add_options as add_quantization_options
 from beyond.scale_out.options import ScaleOutOptions
@@ -26,11 +28,11 @@ from stage_f_graph_tp.options import add_options as add_graph_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(QuantizationOptions, SpeculationOptions, WindowOptions, ScaleOutOptions, GraphOptions):
+class Options(QuantizationOptions, SpeculationOptions, WindowOptions, ExpertOptions, ScaleOutOptions, GraphOptions):
     """Options of `beyond`'s `LLM`: stage F's and those of the packages."""
 
     def __post_init__(self) -> None:
-        for group in (GraphOptions, QuantizationOptions, SpeculationOptions, ScaleOutOptions):
+        for group in (GraphOptions, QuantizationOptions, SpeculationOptions, ExpertOptions, ScaleOutOptions):
             group.__post_init__(self)
         for refusal in REFUSED:
             refusal.check(self)
@@ -105,6 +107,12 @@ REFUSED = (
         "the first GPU also holds the small model and a pool of as many blocks for it; give num_kvcache_blocks too",
     ),
     Refusal(
+        "expert_parallel",
+        "tensor_parallel_size",
+        lambda o: o.expert_parallel != "off" and o.tensor_parallel_size == 1,
+        "one rank has all experts; give tensor_parallel_size, the ranks that divide them",
+    ),
+    Refusal(
         "without",
         "pipeline_parallel_size",
         lambda o: not o.uses("overlap") and o.pipeline_parallel_size > 1,
@@ -127,6 +135,6 @@ REFUSED = (
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Add the options to the command line."""
-    packages = add_quantization_options, add_speculation_options, add_window_options, add_scale_out_options
-    for add in (add_graph_options, *packages):
+    packages = add_quantization_options, add_speculation_options, add_window_options, add_expert_options
+    for add in (add_graph_options, *packages, add_scale_out_options):
         add(group)

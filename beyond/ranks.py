@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from beyond.experts.parallel import check_expert_parallel, divide_experts
 from beyond.options import Options
 from beyond.quantization.checkpoint import resolve_quantized
 from beyond.quantization.parts import load_quantized_runtime
@@ -23,6 +24,7 @@ from beyond.scale_out.pipeline_ranks import build_stage_rank
 from beyond.speculation.drafts import draft_of
 from beyond.structured.constraints import constrained_sampler
 from beyond.windows.parts import divide_pool, hybrid_batch
+from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import Sampler
@@ -46,6 +48,12 @@ class Job(ranks.Job):
         names = ("pipeline_parallel_size", "tensor_parallel_size")
         return ", ".join(f"{name}={self.options[name]}" for name in names if self.options[name] > 1)
 
+    def check(self, config: ModelConfig) -> None:
+        """As stage F's, also for ranks with whole experts: see `check_expert_parallel`."""
+        options = self.options_class(**self.options)
+        check_expert_parallel(config, options, self.device)
+        super().check(divide_experts(config, options))
+
     def start(self, build_worker: Build) -> tuple[Rendezvous, Workers]:
         """Start the other ranks, or find those that torchrun started. Returns on rank 0 only."""
         if started_by_torchrun():
@@ -68,7 +76,11 @@ class Job(ranks.Job):
     def load(self, options: Options, device: torch.device, build: Callable[..., DecoderModel]) -> Runtime:
         """Load one rank's share of the model, built by `build`."""
         source, dtype = resolve_quantized(self.model), getattr(torch, self.dtype)
-        return divide_pool(load_quantized_runtime(source, options, device, dtype, self.seed, build), options)
+
+        def build_divided(config: ModelConfig, *others: Any) -> DecoderModel:
+            return build(divide_experts(config, options), *others)
+
+        return divide_pool(load_quantized_runtime(source, options, device, dtype, self.seed, build_divided), options)
 
 
 def build_worker(rendezvous: Rendezvous, message: bytes) -> Callable[[bytes], None]:

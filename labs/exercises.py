@@ -22,7 +22,7 @@ STAGES = (
     "beyond",
 )
 WHOLE = ("TestWholeStage",)  # runs the learner's whole stage with nothing exchanged
-VARIED = "abcdef"  # labs whose exercise 0 is a variant of the stage's program
+VARIED = "abcdefl"  # labs whose exercise 0 is a variant of the stage's program
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A notebook is opened in JupyterLab, in VS Code or in Colab, which has the notebook and nothing else. So the text of its
 first cell, `FIRST_CELL`, needs Python alone; when it has the course, it calls `prepare`. Whoever publishes the course
-writes its address here, into `REPOSITORY`, and runs `python -m labs.notebook`: then all notebooks and links have it.
+writes its address here, into `REPOSITORY`, and runs `python -m labs.notebook`: then all notebooks have it, and below
+their titles a badge that opens them in Colab.
 """
 
 from __future__ import annotations
@@ -44,10 +45,8 @@ NEEDED = (
     "uvicorn",
     "xxhash",
 )  # one or more of each part that the notebooks use
-COLAB = "https://colab.research.google.com/github/"  # by itself a dialog that asks for a repository
-BADGE = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({COLAB})"
-TO_COLAB = re.compile(rf"(\]\(([^()\s]+\.ipynb)\)) \(\[Colab\]\({re.escape(COLAB)}[^)]*\)\)")
-OF_BADGE = re.compile(rf"(colab-badge\.svg\)\]\(){re.escape(COLAB)}[^)]*")
+COLAB = "https://colab.research.google.com/github/"
+BADGE = re.compile(r"\n\n\[!\[Open in Colab\]\([^)]*\)\]\([^)]*\)")
 
 
 def prepare(folder: str) -> None:
@@ -95,20 +94,23 @@ def leave_out_old_gpu() -> str:
     )
 
 
-def with_address(text: str, file: Path, repository: str) -> str:
-    """Return a page or a cell with links to Colab that open a notebook of this repository.
+def with_address(cell: str, repository: str) -> str:
+    """Return a cell in which the course's address is this one."""
+    return ADDRESS.sub(f'REPOSITORY = "{repository}"', cell)
+
+
+def with_badge(text: str, file: Path, repository: str) -> str:
+    """Return the text of a notebook, or of its first cell, with a badge below the title that opens it in Colab.
 
     Args:
-        file: of the text, relative to the course's root.
-        repository: `https://github.com/owner/name`; "" changes nothing.
+        text: begins with the title.
+        file: of the notebook, relative to the course's root.
+        repository: `https://github.com/owner/name`; "": no badge, because Colab could open nothing.
     """
+    text = BADGE.sub("", text, count=1)
     if not repository:
         return text
-    address = f"{COLAB}{repository.removeprefix('https://github.com/').removesuffix('.git').strip('/')}/blob/main/"
-
-    def link(match: re.Match[str]) -> str:
-        notebook = os.path.normpath(file.parent / match[2])
-        return f"{match[1]} ([Colab]({address}{notebook}))"
-
-    text = OF_BADGE.sub(rf"\g<1>{address}{file}", TO_COLAB.sub(link, text))
-    return ADDRESS.sub(f'REPOSITORY = "{repository}"', text)
+    owner_and_name = repository.removeprefix("https://github.com/").removesuffix(".git").strip("/")
+    picture = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    title, line_break, rest = text.partition("\n")
+    return f"{title}\n\n{picture}({COLAB}{owner_and_name}/blob/main/{file}){line_break}{rest}"

@@ -2,7 +2,7 @@
 
     python -m labs.notebook        writes labs/notebooks/lab_a.ipynb, lab_a.zh-CN.ipynb … from handouts and starters
 
-It also writes the course's address, where `labs/first_cell.py` has one, into all other notebooks and links to Colab.
+It also writes the course's address, where `labs/first_cell.py` has one, into all other notebooks.
 The cells of a lab's notebook call the functions below.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from labs import bodies
 from labs.exercises import LABS, ROOT, WORK, Exercise, Lab, exercise_of, load_labs
-from labs.first_cell import BADGE, FIRST_CELL, REPOSITORY, with_address
+from labs.first_cell import FIRST_CELL, REPOSITORY, with_address, with_badge
 from labs.hint import next_hints
 from labs.starter import AlreadyThere, write_starter
 from stage_a_naive.entrypoints.interrupts import run_command
@@ -88,8 +88,8 @@ def cells_of(lab: Lab, edition: str = "") -> list[tuple[str, str]]:
     handout = (LABS / f"lab_{lab.letter}{edition}.md").read_text(encoding="utf-8")
     handout = re.sub(r"\]\((?!http)", "](../", handout)  # links, from one folder further down
     parts = re.split(r"(?=^### [A-Z]\.\d+ )", handout, flags=re.MULTILINE)
-    title, rest = parts[0].strip().split("\n", 1)
-    cells = [("markdown", f"{title}\n\n{BADGE}\n{rest}"), ("code", LAB_CELL.replace("{letter}", lab.letter))]
+    title = with_badge(parts[0].strip(), path_of(lab, edition).relative_to(ROOT), REPOSITORY)
+    cells = [("markdown", title), ("code", LAB_CELL.replace("{letter}", lab.letter))]
     for exercise, part in zip(lab.exercises, parts[1:], strict=True):
         text, *rest = re.split(r"(?=^##+ )", part[3:], maxsplit=1, flags=re.MULTILINE)
         cells.append(("markdown", f"###{text.rstrip()}"))
@@ -122,7 +122,6 @@ def notebook(lab: Lab, edition: str = "") -> str:
     """The notebook as JSON."""
     cells = []
     for number, (kind, text) in enumerate(cells_of(lab, edition)):
-        text = with_address(text, path_of(lab, edition).relative_to(ROOT), REPOSITORY)
         cell: dict[str, object] = {"cell_type": kind, "id": f"{lab.letter}-{number}", "metadata": {}}
         cells.append(
             cell
@@ -139,16 +138,14 @@ def notebook(lab: Lab, edition: str = "") -> str:
 
 
 def write_address(repository: str) -> None:
-    """Write the course's address into the notebooks that are no labs, and into the links to Colab in lessons."""
+    """Write the course's address into the notebooks that are no labs, and a badge below their titles."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         course = json.loads(path.read_text(encoding="utf-8"))
-        for cell in course["cells"]:
-            text = with_address("".join(cell["source"]), path.relative_to(ROOT), repository)
+        texts = [with_address("".join(cell["source"]), repository) for cell in course["cells"]]
+        texts[0] = with_badge(texts[0], path.relative_to(ROOT), repository)
+        for cell, text in zip(course["cells"], texts, strict=True):
             cell["source"] = text.splitlines(keepends=True)
         path.write_text(json.dumps(course, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("stage_*/*.md"), *ROOT.glob("beyond/*/*.md")):
-        text = path.read_text(encoding="utf-8")
-        path.write_text(with_address(text, path.relative_to(ROOT), repository), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -157,8 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     FOLDER.mkdir(exist_ok=True)
     for lab, edition in itertools.product(load_labs().values(), EDITIONS):
         path_of(lab, edition).write_text(notebook(lab, edition), encoding="utf-8")
-    if REPOSITORY:
-        write_address(REPOSITORY)
+    write_address(REPOSITORY)
     print(f"{len(load_labs()) * len(EDITIONS)} notebooks in {FOLDER}")
     return 0
 

@@ -31,6 +31,7 @@ RUNS = {  # how to run a lab that is no stage
     "i": "serve LAB=i ENGINE=beyond.speculation:LLM ARGS='--speculation ngram'",
     "j": "serve LAB=j ENGINE=beyond.scale_out:LLM ARGS='--pipeline-parallel-size 2'",
     "k": "serve LAB=k ENGINE=beyond.structured:LLM",
+    "l": "serve LAB=l ENGINE=beyond.experts:LLM MODEL=random:qwen3-moe-tiny",
     "p": "stage-f LAB=p",
 }
 
@@ -131,7 +132,7 @@ def next_steps(lab: Lab) -> str:
     lines += [
         f"make grade-{letter}                 {tr('the whole table; every exercise fails at first')}",
         f"make grade-{letter} ONLY={lab.exercises[0].id}        {tr('one exercise')}",
-        f"make {RUNS.get(letter, f'stage-{letter} LAB={letter}'):20}    {tr('run your engine on the tutor')}",
+        f"make {RUNS.get(letter, f'stage-{letter} LAB={letter}'):20}    {tr('run your engine')}",
     ]
     return "\n".join(lines)
 

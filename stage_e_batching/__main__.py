@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def idea(llm: LLM, metrics: Metrics) -> str:
     """Say how many steps there were; other requests could have joined any of them."""
-    decided = tr("{steps} steps, each decided anew: whoever had asked meanwhile would have joined the next one")
+    decided = tr("{steps} steps, each scheduled separately: a request that arrived meanwhile would have joined the next one")
     return decided.format(steps=llm.engine.counters.num_steps)
 
 

@@ -10,7 +10,7 @@ tokens of each step at once: schedule, run, postprocess. With depth 1 it launche
 tokens of the last one.
 
 The ring has no lock and does not know its callers: see `calls/` for those, and `parts.py` for the interfaces of its
-    parts.
+parts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Engine:
     def schedule(self) -> ScheduledStep:
         """Decide what the next step runs."""
         step = self.scheduler.schedule()
-        self.counters.count_admitted(step)
+        if step.admitted:
+            self.counters.count_admitted(step)
         if self.drafts is not None:
             self.drafts.complete(step)
         if self.trace is not None:

@@ -1,4 +1,4 @@
-"""Continuous batching: before every step, decide anew which sequences run.
+"""Continuous batching: before every step, decide again which sequences run.
 
 A static batch, as in stage D, runs until its longest answer has ended. It is also small: no block can be taken back, so
 only as many sequences start as fit at full length, two in 64 blocks. Here sequences join and leave between any two

@@ -1,9 +1,9 @@
 """The LM head and the sampler: from final states to tokens on their way to the host.
 
 `sample` is the part that a CUDA graph can hold: it computes logits, chooses a token for each row, and keeps the tokens
-    where the next step reads them. `complete` adds the rest (log-probabilities, a replaced sampler) after the graph,
-    for steps in which some row asks for it. The tokens are copied to the host without waiting, and `InFlight.wait`
-    fetches them when they are needed.
+where the next step reads them. `complete` adds the rest (log-probabilities, a replaced sampler) after the graph,
+for steps in which some row asks for it. The tokens are copied to the host without waiting, and `InFlight.wait`
+fetches them when they are needed.
 """
 
 from __future__ import annotations
@@ -134,17 +134,23 @@ class Head:
                 output = output._replace(hidden=output.hidden.index_select(0, inputs.sample_tokens[:count]))
             output = self.sample(output, inputs, shape)
         assert output.kept is not None
-        if not needs & self.completes:
-            kept = output.kept[:count]
-            return self._fetch(SampledTokens(kept, kept), output.check)
-        try:
-            sampled = self.complete(output, inputs.sampling.first(count), sample_slots)
-        except Exception:
-            if output.check is not None:
-                output.check()  # a step that gave up may have left invalid input for the sampler
-            raise
-        sampled = replace(sampled, told=self._keep(sampled.ids, sampled.told, inputs, shape))
-        return self._fetch(sampled, output.check)
+        sampled = SampledTokens(output.kept[:count], output.kept[:count])
+        if needs & self.completes:
+            try:
+                sampled = self.complete(output, inputs.sampling.first(count), sample_slots)
+            except Exception:
+                if output.check is not None:
+                    output.check()  # a step that gave up may have left invalid input for the sampler
+                raise
+            sampled = replace(sampled, told=self._keep(sampled.ids, sampled.told, inputs, shape))
+        if self.device.type != "cuda":
+            return InFlight(sampled, sampled.told.clone(), check=output.check)  # the next replay overwrites them
+        self._host_ids.reverse()  # the other buffer may still be read
+        host_ids = self._host_ids[0][:count]
+        host_ids.copy_(sampled.told, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return InFlight(sampled, host_ids, arrived, output.check)
 
     def complete(self, output: StepOutput, rows: SamplerInput, sample_slots: np.ndarray) -> SampledTokens:
         """Add log-probabilities, and the tokens of replaced samplers, to a step's tokens."""
@@ -152,17 +158,6 @@ class Head:
         assert output.logits is not None and output.ids is not None and output.told is not None
         given = output.logits[:count], output.ids[:count], output.told[:count]
         return self.sampler.complete(*given, rows, sample_slots)
-
-    def _fetch(self, sampled: SampledTokens, check: Callable[[], None] | None) -> InFlight:
-        """Start the copy of the tokens to the host."""
-        if self.device.type != "cuda":
-            return InFlight(sampled, sampled.told.clone(), check=check)  # the next replay overwrites them
-        self._host_ids.reverse()  # the other buffer may still be read
-        host_ids = self._host_ids[0][: len(sampled.told)]
-        host_ids.copy_(sampled.told, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return InFlight(sampled, host_ids, arrived, check)
 
     def discard(self, last: parts.InFlight) -> None:
         """Wait for the last launched step, and drop it. Its error, if any, was reported before."""

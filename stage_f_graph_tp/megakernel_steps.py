@@ -8,7 +8,7 @@ that:
 * It also writes the tokens to host memory, over the bus, with a word that says whether the step is valid.
 
 A single kernel needs no CUDA graph: launching it is one call, whose arguments may change from step to step. The GPU may
-    be waiting for that call, so everything that is the same in every step is made once: memory, views, events.
+be waiting for that call, so everything that is the same in every step is made once: memory, views, events.
 """
 
 from __future__ import annotations

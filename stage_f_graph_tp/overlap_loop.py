@@ -1,8 +1,8 @@
 """Overlap: launch the next step before the last token has arrived, because the step needs nothing from Python.
 
 With a graph a step is one call, and still the GPU waits in every step: Python fetches the token, checks whether the
-    answer has ended, and only then launches the next step. But the next step reads the token from GPU memory; only
-    Python does not know it yet. So launch first, and fetch the token while the next step runs:
+answer has ended, and only then launches the next step. But the next step reads the token from GPU memory; only
+Python does not know it yet. So launch first, and fetch the token while the next step runs:
 
     IN_TURN   Python  [launch 1]         [fetch 1][launch 2]         [fetch 2][launch 3]
               GPU               [ run 1 ]                   [ run 2 ]                   [ run 3 ]

@@ -83,6 +83,10 @@ class Job:
         """The options that set the number of ranks, for error messages."""
         return f"tensor_parallel_size={self.num_ranks}"
 
+    def check(self, config: ModelConfig) -> None:
+        """Check, before a rank starts, that the ranks can divide a model of this shape: see `check_divisible`."""
+        check_divisible(config, self.options["tensor_parallel_size"])
+
     def start(self, build_worker: Build) -> tuple[Rendezvous, Workers]:
         """Start the other ranks: see `start_ranks`."""
         return start_ranks(self.num_ranks, self.asked, torch.device(self.device), build_worker)
@@ -91,8 +95,8 @@ class Job:
         """Build one rank's share of the engine. The KV pool has as many blocks as fit on every rank.
 
         Args:
-            workers: rank 0's handle on the others; None on the others.             batch: makes the builder of inputs,
-                on rank 0.
+            workers: rank 0's handle on the others; None on the others.
+            batch: makes the builder of inputs, on rank 0.
         """
         options = self.options_class(**self.options)
         device = self.own_device(rendezvous)
@@ -167,15 +171,15 @@ def build_ranks(
 
     Args:
         job: describes what every rank builds.
-        config: the whole model's shape.         build_worker: a module-level function, which a worker calls with the
-            encoded job.
+        config: the whole model's shape.
+        build_worker: a module-level function, which a worker calls with the encoded job.
         batch: makes rank 0's builder of inputs.
 
     Raises:
-        ValueError: see `check_divisible` and `start_ranks`.
+        ValueError: see `Job.check` and `start_ranks`.
         WorkerError: a worker failed while starting.
     """
-    check_divisible(config, job.options["tensor_parallel_size"])
+    job.check(config)
     rendezvous, workers = job.start(build_worker)
     with workers.needed():
         workers.send(job.encode())

@@ -73,7 +73,7 @@ class StepRunner:
             forward.pad(host, exact)
         generated = self.batch.fill(step, host)
         sample_slots = host.sample_slots[: exact.num_samples]
-        needs = self.sampler.fill(sample_slots, generated, host.sampling.first(exact.num_samples))
+        needs = self.sampler.fill(sample_slots, generated, host.sampling)
         self._last = self.execute(forward.run, shape, sample_slots, needs)
         return self._last
 

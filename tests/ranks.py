@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 from contract.engines import GREEDY, PROMPTS
-from stand_ins import EagerRecorder
+from stand_ins import EagerRecorder, forked_ranks
 
 import stage_e_batching
-from labs.tests.forks import fork_worker
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls import Calls
 from stage_f_graph_tp.ranks import Job, Rank
 from stage_f_graph_tp.tensor_parallel import WorkerError, Workers
-from stage_f_graph_tp.tensor_parallel.watch import workers
 
 SECONDS = 100  # an error must come much sooner than the ranks' limit of five minutes (`ANSWER_SECONDS`)
 RANKS, MOST = 4, 64  # sizes of the counts of replays: ranks, and replayed rows
@@ -35,14 +33,6 @@ MIXED = [
     SamplingParams(temperature=0.7, top_k=10, seed=5, max_tokens=11, ignore_eos=True),
     GREEDY,
 ]
-
-
-@contextmanager
-def forked_ranks() -> Iterator[None]:
-    """Make the other ranks forks of this process: they start at once, with everything that a test has changed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "_start_worker", fork_worker)
-        yield
 
 
 @contextmanager

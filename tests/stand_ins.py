@@ -1,12 +1,16 @@
-"""On a CPU, what stands in for CUDA graphs and for the megakernel; all that surrounds them is the same there."""
+"""On a CPU, what stands in for CUDA graphs, the megakernel and other processes; all that surrounds them is the same."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 import stage_f_graph_tp
+from labs.tests.forks import fork_worker
 from stage_a_naive.contract.noise import mix32
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import AttentionMetadata
@@ -15,6 +19,15 @@ from stage_f_graph_tp.cuda_graph import Body, Recorded
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 from stage_f_graph_tp.runner import StepRunner
+from stage_f_graph_tp.tensor_parallel.watch import workers
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Make the other ranks forks of this process: they start at once, with everything that a test has changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "_start_worker", fork_worker)
+        yield
 
 
 class EagerRecorder:

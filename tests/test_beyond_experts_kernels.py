@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,10 @@ from kernel_cases import CASE, CPU, F32, HALVES, interpreted, on_a_gpu, relative
 from no_gpu import compiled_for_hopper
 
 from beyond.experts.layers import SparseMLP, route
+from beyond.experts.parallel import run_on_all_rows
 from beyond.quantization.formats import FORMATS, dequantize_matrix, quantize_matrix
 from stage_a_naive.checkpoints.experts import Experts
+from stage_f_graph_tp.tensor_parallel.sharding import RowParallelLinear
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 EPS = 0.1  # large enough to be noticed
@@ -31,7 +35,7 @@ EIGHT = [(tokens, *QWEN, *form) for tokens in (3, 32, 500) for form in (("int8",
 
 
 def make(case, device, dtype):
-    """Rows, a choice with one padding row, and the matrices: as given to the kernels, and as numbers."""
+    """Rows, a choice with pairs without expert, and the matrices: as given to the kernels, and as numbers."""
     from beyond.experts.products import Choice
 
     tokens, hidden, count, per_token, size, name, group = case
@@ -40,7 +44,8 @@ def make(case, device, dtype):
     x = torch.randn(tokens, hidden, device=device).to(dtype)
     weights, chosen = route(torch.randn(tokens, count, device=device).to(dtype), experts)
     chosen = chosen.int()
-    chosen[tokens // 2] = -1 if tokens > 1 else chosen[0]
+    chosen[tokens // 2] = -1 if tokens > 1 else chosen[0]  # padding
+    chosen[0, 0] = chosen[-1, -1] = -1  # experts of another rank
     matrices = []
     for rows, columns in ((count * 2 * size, hidden), (count * hidden, size)):
         matrix = (torch.randn(rows, columns, device=device) * columns**-0.5).to(dtype)
@@ -76,7 +81,7 @@ def check_experts(case, device, dtype, few_tokens=8):
     assert torch.equal(runs[0].x, runs[1].x), "sums have a fixed order"
     squares = (runs[0].x.double() ** 2).sum(1)
     assert relative_error(runs[0].squares.sum(0), squares) < 1e-5
-    padding = choice.chosen[:, 0] < 0
+    padding = (choice.chosen < 0).all(1)
     assert torch.equal(runs[0].x[padding], residual[padding])
 
 
@@ -151,20 +156,32 @@ def test_scores_that_are_no_numbers_choose_experts_that_there_are() -> None:
     assert ((choice.chosen >= 0) & (choice.chosen < 5)).all() and choice.weights.isnan().all()
 
 
+class OneRank:
+    """A group of one rank, which adds its part to the residual."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x, residual):
+        return residual.add_(x)
+
+
 EXACT = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 200}
 MODELS = [
-    ("qwen3-moe-tiny", {}),
-    ("qwen2-moe-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}),
-    pytest.param("qwen2-moe-tiny", {"without": "fused_layers"}, marks=pytest.mark.slow),
-    pytest.param("mixtral-tiny", {}, marks=pytest.mark.slow),
-    pytest.param("qwen3-moe-tiny", {"quantization": "int8", "quantization_group_size": 128}, marks=pytest.mark.slow),
-    pytest.param("mixtral-tiny", {"without": "fused_layers,skinny_gemm"}, marks=pytest.mark.slow),
+    ("qwen3-moe-tiny", {}, False),
+    ("qwen3-moe-tiny", {}, True),
+    ("qwen2-moe-tiny", {"quantization": "int8", "kv_cache_dtype": "int8"}, False),
+    pytest.param("qwen2-moe-tiny", {"without": "fused_layers"}, False, marks=pytest.mark.slow),
+    pytest.param("mixtral-tiny", {}, False, marks=pytest.mark.slow),
+    pytest.param(
+        "qwen3-moe-tiny", {"quantization": "int8", "quantization_group_size": 128}, False, marks=pytest.mark.slow
+    ),
+    pytest.param("mixtral-tiny", {"without": "fused_layers,skinny_gemm"}, False, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("preset", "options"), MODELS)
-def test_whole_models_give_the_references_tokens(preset, options, draw_norm_weights) -> None:
+@pytest.mark.parametrize(("preset", "options", "on_ranks"), MODELS)
+def test_whole_models_give_the_references_tokens(preset, options, on_ranks, draw_norm_weights) -> None:
     from beyond.experts import LLM, SamplingParams
     from beyond.experts.fused_layers import choose_layers, triton_experts
     from beyond.quantization.fused_layers import QuantizedProducts
@@ -180,7 +197,8 @@ def test_whole_models_give_the_references_tokens(preset, options, draw_norm_weig
         if isinstance(module, QuantizedLinear):
             module.product = QuantizedProducts(CPU)
         if isinstance(module, SparseMLP):
-            module.compute = triton_experts
+            module.compute = partial(run_on_all_rows, triton_experts) if on_ranks else triton_experts
+            module.down_proj = RowParallelLinear(module.down_proj, OneRank()) if on_ranks else module.down_proj
     choose_layers(llm.runner.model, llm.options)
     found = llm.generate(prompts, params, False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
@@ -202,14 +220,14 @@ def test_compiled_for_hopper_the_weights_are_loaded_ahead_and_nothing_is_spilled
     types |= dict.fromkeys(("chosen", "experts", "order"), "*i32") | {"weight": stored}
     shared = {"GROUP": group, "PDL": True, "PRECISION": "tf32"} | ({"scales": None} if stored == "*bf16" else {})
     up, down = {"SIZE": 2048, "INTERMEDIATE": 768, "PER_TOKEN": 8}, {"SIZE": 768, "OUT_SIZE": 2048}
-    for kernel, block, sizes in (
-        (gate_up_silu_kernel, 16, up | {"GROUPED": False}),
-        (down_add_kernel, 16, down | {"PER_TOKEN": 8, "PER_TOKEN_PAD": 8}),
-        (gate_up_silu_kernel, 128, up | {"GROUPED": True}),
-        (down_kernel, 128, down),
+    for kernel, block, few, sizes in (
+        (gate_up_silu_kernel, 16, 1, up | {"GROUPED": False}),
+        (down_add_kernel, 16, 1, down | {"PER_TOKEN": 8, "PER_TOKEN_PAD": 8}),
+        (down_add_kernel, 16, 8, down | {"PER_TOKEN": 8, "PER_TOKEN_PAD": 8}),
+        (gate_up_silu_kernel, 128, None, up | {"GROUPED": True}),
+        (down_kernel, 128, None, down),
     ):
-        is_gate_up, grouped = kernel is gate_up_silu_kernel, kernel is down_kernel or sizes.get("GROUPED", False)
-        tiles = choose_tiles(block, grouped, torch.bfloat16, dtypes[stored], is_gate_up)
+        tiles = choose_tiles(block, few, torch.bfloat16, dtypes[stored], kernel is gate_up_silu_kernel)
         rows = tiles.rows // 8 if kernel is down_add_kernel else tiles.rows
         constants = shared | sizes | {"BLOCK_M": block, "BLOCK_N": rows, "BLOCK_K": group or tiles.columns}
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}

@@ -379,9 +379,9 @@ def test_verifications_run_in_graphs_of_their_own(plain, overlap):
         assert recorder.replays[5] > 2
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("draft_tokens", [1, 4])
-@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize(
+    ("overlap", "draft_tokens", "logprobs"), [(True, 1, None), (True, 4, 1), (False, 1, 1), (False, 4, None)]
+)
 def test_verifications_and_steps_of_one_launch_take_over_each_others_tokens(plain, overlap, draft_tokens, logprobs):
     options = {"max_num_seqs": 2, "num_speculative_tokens": draft_tokens, "num_kvcache_blocks": 64}
     llm = LLM(MODEL, device="cpu", without="" if overlap else "overlap", **options)

@@ -268,7 +268,7 @@ exec(sys.argv[-1])
 def test_without_triton_and_linux_the_labs_are_judged_but_for_kernels(tmp_path, monkeypatch, interpreter):
     interpreter(ELSEWHERE)
     monkeypatch.setitem(sys.modules, "triton", None)
-    keys = ("A.1", "B.1", "D.5", "E.4", "G.1", "H.1")
+    keys = ("A.1", "B.1", "D.5", "E.4", "G.1", "H.1", "L.6")
     for key in keys:
         starter.write_starter(load_labs()[key[0].lower()], tmp_path / key, missing=[])
     assert [mark for mark in judge([(key, tmp_path / key) for key in keys]) if mark.state != "passed"] == []
@@ -358,7 +358,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_file_of_an_edition_shows_an_exercise(tmp_path):
-    files = student_repo.write_edition("k", tmp_path)
+    files = student_repo.write_edition("l", tmp_path)
     shown = []
     for path in (path for path in files if path.suffix not in (".safetensors", ".svg", ".png", ".webp", ".mo")):
         text = (tmp_path / path).read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ def test_every_paper_that_a_lesson_or_a_program_links_to_is_in_the_bibliography(
     assert len(known) > 20 and {name: papers - known for name, papers in cited.items() if papers - known} == {}
 
 
-NOT_CITED = {"colab.research.google.com", "keepachangelog.com"}  # a way to open a notebook; the form of the changelog
+NOT_CITED = {"keepachangelog.com"}  # the form of the changelog
 
 
 def of_whom(address: str) -> str:

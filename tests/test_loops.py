@@ -1,4 +1,4 @@
-"""The one-screen programs: each has one idea, runs alone, and generates the tokens of its stage's engine."""
+"""The one-screen programs: each has one idea, runs alone, and generates the engines' tokens."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from benchmarks.results import ROOT
 from stage_a_naive import SamplingParams
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
 from stage_a_naive.loop import encode
+from stage_e_batching import LLM
 
 MOST_TOKENS = 150
 
@@ -95,7 +96,6 @@ class Loop:
         own: modules of the project that it may import, besides the model's and the earlier programs.
         compiles: it needs a C++ compiler.
         counts_calls: it prints how often PyTorch is called, which is not the same in every version.
-        engine: the package of the engine whose tokens it chooses, if that is not its folder.
         grows: the idea makes the number larger.
         interpreted: without a GPU it needs Triton's interpreter, and so a separate process.
     """
@@ -109,7 +109,6 @@ class Loop:
     own: tuple[str, ...] = ()
     compiles: bool = False
     counts_calls: bool = False
-    engine: str = ""
     grows: bool = False
     interpreted: bool = False
 
@@ -214,15 +213,21 @@ def test_without_the_idea_the_number_is_what_it_was_before(loop: Loop, last_line
     assert found["after"] == found["before"]
 
 
-@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop.answers], ids=lambda loop: loop.path)
-def test_a_program_chooses_the_tokens_of_its_stage(loop: Loop) -> None:
+@pytest.fixture(scope="module")
+def answered() -> tuple[list[list[int]], int, list[list[int]]]:
+    """Prompts, the token that ends an answer, and the answers of every engine: a long one and short ones."""
     tokenizer = AutoTokenizer.from_pretrained(TUTOR_PATH)
-    prompts = [encode(tokenizer, text) for text in ("What is a KV cache?", "什么是 KV cache？", "What is decode?")]
-    package = loop.engine or Path(loop.path).parent.as_posix().replace("/", ".")
-    engine = importlib.import_module(package).LLM("tutor", device="cpu")
+    prompts = [encode(tokenizer, text) for text in ("What is decode?", "给小猫起个名字。", "Name a fruit.")]
     params = SamplingParams(temperature=0, max_tokens=MOST_TOKENS)
-    expected = [output["token_ids"] for output in engine.generate(prompts, params, use_tqdm=False)]
-    assert globals()[loop.answers](load(loop), prompts, tokenizer.eos_token_id, *loop.steps) == expected
+    outputs = LLM("tutor", device="cpu").generate(prompts, params, use_tqdm=False)
+    assert {output["finish_reason"] for output in outputs} == {"stop"}
+    return prompts, tokenizer.eos_token_id, [output["token_ids"] for output in outputs]
+
+
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop.answers], ids=lambda loop: loop.path)
+def test_a_program_chooses_the_tokens_of_the_engines(loop: Loop, answered: tuple) -> None:
+    prompts, eos_id, expected = answered
+    assert globals()[loop.answers](load(loop), prompts, eos_id, *loop.steps) == expected
 
 
 def test_the_standard_rule_of_speculation_samples_by_the_probabilities_of_the_large_model() -> None:

@@ -70,9 +70,7 @@ def test_a_run_names_each_notebook_makes_a_dot_per_cell_and_ends_a_cell_over_its
 
 
 def first_code_cell(path: Path) -> str:
-    notebook = nbformat.read(path, as_version=4)
-    assert notebook.cells[0].source.splitlines()[2].startswith("[![Open in Colab]"), "below the title"
-    return code_cells(notebook)[0].source
+    return code_cells(nbformat.read(path, as_version=4))[0].source
 
 
 def outside(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -85,9 +83,11 @@ def outside(code: str, folder: Path, **environment: str) -> subprocess.Completed
 @pytest.mark.parametrize(
     "path", [*run.notebooks(), *EDITIONS, *sorted(ROOT.glob("labs/notebooks/*.ipynb"))], ids=lambda p: p.stem
 )
-def test_every_notebook_begins_with_a_way_to_colab_and_the_same_first_cell(path):
+def test_every_notebook_has_the_same_first_cell_and_a_way_to_colab_if_the_course_has_an_address(path):
     where = "notebooks" if path.parent.name == "notebooks" and path.parent.parent == ROOT else "."
     assert first_code_cell(path).startswith(first_cell.FIRST_CELL.replace("{folder}", where))
+    title = nbformat.read(path, as_version=4).cells[0].source
+    assert title == first_cell.with_badge(title, path.relative_to(ROOT), first_cell.REPOSITORY)
 
 
 @each_notebook
@@ -105,11 +105,11 @@ def test_a_notebook_alone_clones_the_course_once_and_asks_for_its_address(tmp_pa
     git.write_text(f'#!/bin/sh\necho "$@" >> calls\nmkdir "$5" && ln -s {ROOT}/labs {ROOT}/stage_* "$5"\n')
     git.chmod(0o755)
     cell = first_cell.FIRST_CELL.replace("{folder}", ".").replace("prepare(", "print(course, ")
-    cell = first_cell.ADDRESS.sub('REPOSITORY = ""', cell)
+    cell = first_cell.with_address(cell, "")
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     refused = outside(cell, tmp_path, PATH=path)
     assert refused.stderr.splitlines()[-1].endswith("the course is not here: put its address into REPOSITORY, above")
-    cell = first_cell.with_address(cell, Path("notebooks/x.ipynb"), "https://github.com/me/mine")
+    cell = first_cell.with_address(cell, "https://github.com/me/mine")
     for _ in range(2):
         assert outside(cell, tmp_path, PATH=path).stdout.split() == [str(tmp_path / "six-engines"), "."]
     calls = (tmp_path / "calls").read_text()
@@ -144,18 +144,17 @@ def test_a_machine_without_a_gpu_says_nothing_about_it(monkeypatch):
     assert first_cell.leave_out_old_gpu() == ""
 
 
-def test_an_address_reaches_the_first_cell_the_badge_and_links_to_colab_and_can_change():
-    file, general = Path("stage_a_naive/README.md"), first_cell.COLAB
-    text = f"the [notebook](../notebooks/a.ipynb) ([Colab]({general})), [lab](../labs/x.md) ([Colab]({general}))"
-    for repository in ("https://github.com/me/mine.git", "https://github.com/you/yours"):
-        text = first_cell.with_address(text, file, repository)
-    there = f"{general}you/yours/blob/main/notebooks/a.ipynb"
-    assert text == f"the [notebook](../notebooks/a.ipynb) ([Colab]({there})), [lab](../labs/x.md) ([Colab]({general}))"
-    assert first_cell.with_address(text, file, "") == text
-    notebook = Path("labs/notebooks/lab_a.ipynb")
-    assert first_cell.with_address(first_cell.BADGE, notebook, "https://github.com/me/mine").endswith(
-        f"]({general}me/mine/blob/main/labs/notebooks/lab_a.ipynb)"
-    )
+def test_an_address_makes_a_badge_below_the_title_that_can_change_and_go():
+    file, text = Path("labs/notebooks/lab_a.ipynb"), "# Lab A\n\nEvery exercise fails at first."
+    for repository, path in (
+        ("https://github.com/me/mine.git", "me/mine"),
+        ("https://github.com/you/yours/", "you/yours"),
+    ):
+        found = first_cell.with_badge(text, file, repository).splitlines()
+        there = f"https://colab.research.google.com/github/{path}/blob/main/labs/notebooks/lab_a.ipynb"
+        assert found[:2] == ["# Lab A", ""] and found[2].startswith("[![Open in Colab](") and f"]({there})" in found[2]
+        assert found[3:] == text.splitlines()[1:]
+    assert first_cell.with_badge("\n".join(found), file, "") == text
 
 
 @each_notebook

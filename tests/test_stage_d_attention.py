@@ -144,7 +144,7 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 70])
+@pytest.mark.parametrize("window", [7, 70, *(pytest.param(window, marks=pytest.mark.slow) for window in (1, 16))])
 @pytest.mark.parametrize(CASE, WINDOWED)
 def test_a_window_hides_what_lies_before_it_and_reads_no_block_of_it(case, device, dtype, window):
     name, shape = case
@@ -229,7 +229,7 @@ def test_scores_far_from_zero_neither_vanish_nor_overflow(shift):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
+@pytest.mark.parametrize("shift", [0.0, 100.0, pytest.param(-100.0, marks=pytest.mark.slow)])
 def test_splits_of_unequal_contexts_are_combined(shift):
     """19, 9, 5 and 1 splits: some programs have no work, and one combine needs more than one round of loads."""
     from stage_d_paged.attention.triton_decode import DecodeConfig, decode

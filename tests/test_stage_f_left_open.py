@@ -14,7 +14,17 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 BEGINNING = """
-import os, signal, sys, threading, time
+import atexit, os, signal, sys, threading
+
+def wait_for_threads():
+    # Python does not survive the end of a daemon thread in the middle of PyTorch's code.
+    for thread in threads:
+        thread.join(60)
+        if thread.is_alive():
+            print("Error: the engine has not ended the step", file=sys.stderr)
+
+threads = []
+atexit.register(wait_for_threads)  # the first of all, so it runs last: when the engines have been closed
 import stage_f_graph_tp
 from beyond import scale_out
 from stage_a_naive.contract.errors import EngineBroken
@@ -47,13 +57,15 @@ print(*workers())
 def answer():
     try:
         while True:
-            llm.generate(PROMPTS, PARAMS, False)
+            llm.generate(PROMPTS, PARAMS, False, lambda *_: begun.set())
     except EngineBroken:
         pass
 
+begun = threading.Event()
 llm = ranks()
-threading.Thread(target=answer, daemon=True).start()
-time.sleep(1)
+threads.append(threading.Thread(target=answer, daemon=True))
+threads[0].start()
+begun.wait()
 print(*workers())
 """,
     "failed, in a cycle, with a global that the interpreter drops last": """

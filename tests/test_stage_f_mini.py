@@ -26,6 +26,7 @@ WRONG = {
     "a slot is read before its weights are there": (3, "if (VERSION == 3) barrier_wait(", "static_cast<void>("),
     "a slot is filled before it was read": (3, "barrier_wait(empty, parity(next) ^ 1);", ""),
 }
+QUICK = ("no barrier before x is received", "a word is taken for what it is", "a slot is filled before it was read")
 
 
 @pytest.mark.compiler
@@ -38,7 +39,7 @@ def test_the_row_is_that_of_plain_cpp(version):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.slow] * (w not in QUICK)) for w in WRONG])
 def test_a_wait_that_is_missing_is_noticed(what, tmp_path, monkeypatch):
     monkeypatch.setenv("SIX_ENGINES_BUILD", str(tmp_path))
     version, old, new = WRONG[what]

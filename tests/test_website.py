@@ -63,9 +63,12 @@ def test_slides_that_were_built_are_named_beside_those_in_markdown(tmp_path):
     assert (tmp_path / "docs" / "slides" / "week3.pdf").exists()
 
 
-def test_a_notebooks_page_leads_to_colab_in_words(pages):
-    page = (pages / "notebooks" / "a_naive.md").read_text(encoding="utf-8")
-    assert "[Open in Colab](https://colab.research.google.com/github/" in page and "badge" not in page
+def test_a_notebooks_page_leads_to_colab_in_words_if_the_repository_is_named(tmp_path):
+    file, there = PurePosixPath("notebooks/a_naive.ipynb"), "https://colab.research.google.com/github/me/mine/blob/main"
+    for repository in ("https://github.com/me/mine", ""):
+        page = Gatherer(tmp_path, repository).text_of(file, PurePosixPath("a.md"))
+        assert (f"[Open in Colab]({there}/{file})" in page) == bool(repository) == ("colab" in page)
+        assert "badge" not in page
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
-"""Studies of single kernels and of single costs: one module each, found by being here.
+"""Studies of single kernels and single costs. Every module in this folder is a study.
 
     python -m benchmarks.micro                            # list them
     python -m benchmarks.micro mlp model=qwen3-0.6b       # measure, into benchmarks/local/, and print the table
     python -m benchmarks.micro mlp --publish h200         # also into benchmarks/results/mlp-h200.json
 
-A module has `measure(**options)`, which returns the file's `rows` and whatever else it keeps, and `TABLES`, which says
-for each of its markers in lessons what the table is (`render.py`). A module with `NEEDS_GPU` measures on an NVIDIA GPU
-alone; one with `draw(results)` has pictures, by their path. Files of a GPU hold the device's ceilings.
+A module has `measure(**options)`, which returns the `rows` and other fields of its file, and `TABLES`, which defines
+the table of each of its markers in lessons (`render.py`). A module with `NEEDS_GPU` only measures on an NVIDIA GPU; one
+with `draw(results)` returns pictures by path. Files measured on a GPU hold its ceilings.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Work = TypeVar("Work", bound=Callable)
 
 
 def names() -> list[str]:
-    """The studies there are."""
+    """Return the names of all studies."""
     return sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_"))
 
 
 def study(name: str) -> ModuleType:
-    """The module of a study.
+    """Import the module of a study.
 
     Raises:
-        ResultsError: there is none of that name.
+        ResultsError: no study has this name.
     """
     if name not in names():
         raise ResultsError(f"there is no study {name!r}; there are: {', '.join(names())}")
@@ -47,7 +47,7 @@ def study(name: str) -> ModuleType:
 
 
 def timed(samples: list[float], **what: object) -> dict:
-    """A row of the file. It is printed with its shortest time, which shows how far a study has come."""
+    """Make a row of the file, and print it with its shortest time to show the progress of a study."""
     print(f"{', '.join(map(str, what.values()))}: {1e6 * min(samples):.1f} µs", flush=True)
     return what | {"samples": samples}
 
@@ -55,7 +55,7 @@ def timed(samples: list[float], **what: object) -> dict:
 def take_turns(
     work: Callable[[Way], Found], ways: Iterable[Way], repeats: int, warm_ups: int = 1
 ) -> dict[Way, list[Found]]:
-    """`work(way)` of each way in every repeat; they take turns, so that a busy machine disturbs all alike."""
+    """Run `work(way)` for every way in every repeat. The ways take turns, so a busy machine disturbs all alike."""
     found: dict[Way, list[Found]] = {way: [] for way in ways}
     for _ in range(warm_ups + repeats):
         for way, own in found.items():
@@ -65,7 +65,7 @@ def take_turns(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch computes on one thread of the CPU; `@one_thread()` above a `measure` is enough."""
+    """Limit PyTorch to one CPU thread: write `@one_thread()` above a `measure`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -75,7 +75,7 @@ def one_thread() -> Iterator[None]:
 
 
 def with_engine(work: Callable[[object], Found], engine: Callable, *arguments: object, **options: object) -> Found:
-    """`work(llm)` with an engine that is gone afterwards: the next one needs its memory."""
+    """Run `work(llm)` and then release the engine, because the next one needs its memory."""
     llm = engine(*arguments, **options)
     try:
         return work(llm)
@@ -88,10 +88,10 @@ def with_engine(work: Callable[[object], Found], engine: Callable, *arguments: o
 
 
 def chosen(parts: Mapping[str, Work], part: str, on_gpu: Iterable[str] = ()) -> Work:
-    """The work of a part of a study.
+    """Return the function that measures a part of a study.
 
     Raises:
-        ValueError: there is no such part, or it is one of `on_gpu` and there is no GPU.
+        ValueError: the part does not exist, or it is one of `on_gpu` and there is no GPU.
     """
     if part not in parts:
         raise ValueError(f"there is no part {part!r}; there are: {', '.join(parts)}")
@@ -101,7 +101,7 @@ def chosen(parts: Mapping[str, Work], part: str, on_gpu: Iterable[str] = ()) -> 
 
 
 def unlike_prompt(number: int, length: int) -> list[int]:
-    """A prompt of this many tokens that begins unlike those of other numbers, so that no two share a block."""
+    """Make a prompt of this many tokens. Prompts of different numbers share no block: their first tokens differ."""
     return [(number * 131 + i * 7) % 4000 + 1 for i in range(length)]
 
 

@@ -20,7 +20,7 @@ from stage_a_naive.entrypoints.interrupts import run_command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure one study; returns 2 where the arguments are wrong."""
+    """Measure one study; returns 2 if the arguments are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.micro",
         description=micro.__doc__,
@@ -44,10 +44,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> Path:
-    """Measure, write, print.
+    """Measure a study, write its file and print its tables.
 
     Raises:
-        ValueError: no such study or option, no GPU where it needs one, or a publication of a changed tree.
+        ValueError: the study or option does not exist, a GPU is missing, or a changed tree is to be published.
     """
     module = micro.study(args.name)
     options = dict(map(read_option, args.options))

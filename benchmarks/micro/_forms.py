@@ -77,7 +77,7 @@ def random_schema(chance: random.Random, depth: int = 3, names: tuple[str, ...] 
 
 
 def whole_schema(chance: random.Random) -> dict[str, Any]:
-    """A schema that may have definitions, which may need one another."""
+    """Make a schema that may have definitions, which may refer to one another."""
     if chance.random() > 0.3:
         return random_schema(chance)
     names = ("x", "y")
@@ -90,14 +90,14 @@ def maybe(chance: random.Random, probability: float, **keywords: Any) -> dict[st
 
 
 def random_class(chance: random.Random) -> str:
-    """A class of characters, as in expressions and in GBNF."""
+    """Make a character class, as in regular expressions and GBNF."""
     parts = ["a", "b-d", "0-9", "+", "~", "&", " ", "é", r"\\", r"\]", r"\-", "_"]
     odd = ["&&", "--", "~~", "["] if chance.random() < 0.1 else []
     return f"[{chance.choice(['', '', '^'])}{''.join(chance.sample([*parts, *odd], chance.randint(1, 4)))}]"
 
 
 def random_regex(chance: random.Random, depth: int = 3) -> str:
-    """A regular expression."""
+    """Make a regular expression."""
     kind = chance.choice(["text", "class", "class", "known", *["then", "either", "times"] * (depth > 0)])
     if kind == "text":
         return "".join(map(re.escape, chance.choice(WORDS)))
@@ -119,7 +119,7 @@ def random_regex(chance: random.Random, depth: int = 3) -> str:
 
 
 def random_grammar(chance: random.Random) -> str:
-    """A grammar in GBNF, whose rules may contain themselves."""
+    """Make a grammar in GBNF, whose rules may be recursive."""
     names = ["root", *chance.sample(["a-b", "a_b", "start", "word", "W"], chance.randint(1, 3))]
 
     def part(depth: int) -> str:
@@ -140,7 +140,7 @@ def random_grammar(chance: random.Random) -> str:
 
 
 class Walker:
-    """Chooses tokens of an answer at random, among those that are allowed, so that it comes to an end.
+    """Chooses allowed tokens at random, in such a way that the answer ends.
 
     Args:
         tokenizer: of the ids.
@@ -154,7 +154,7 @@ class Walker:
         self._eos_ids, self._chance = frozenset(eos_ids), chance
 
     def next(self, allowed: list[int]) -> int | None:
-        """The next token; None is the end."""
+        """Return the next token; None is the end."""
         going_on = [i for i in allowed if i not in self._eos_ids]
         if not going_on or (len(going_on) < len(allowed) and self._chance.random() < 0.4):
             return None

@@ -11,7 +11,7 @@ BLOCK = 1024
 
 @triton.jit
 def strided_sum_kernel(source, sums, stride, BLOCK: tl.constexpr):
-    """Add up `BLOCK` numbers that are `stride` apart per program; without the sum a compiler could drop the reads.
+    """Add up `BLOCK` numbers per program, `stride` apart; without the sum a compiler could drop the reads.
 
     Every thread reads one number, and neighbours read numbers `stride` apart.
     """
@@ -22,7 +22,7 @@ def strided_sum_kernel(source, sums, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_one_kernel(x):
-    """Add one to a number: as little as a kernel can do."""
+    """Add one to a number: the least work of a kernel."""
     tl.store(x, tl.load(x) + 1)
 
 

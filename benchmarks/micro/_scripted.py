@@ -1,6 +1,6 @@
-"""Speculative decoding with a scripted acceptance: of every draft as many tokens are right as make a given rate.
+"""Speculative decoding with a scripted acceptance: as many tokens of each draft are right as a given rate says.
 
-The tokens mean nothing then, and every step does the work that it would do with a real draft.
+The tokens then mean nothing, but every step does the same work as with a real draft.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT = 128  # tokens
 
 
 class ScriptedTable(TokenTable):
-    """Guesses of which a given share is declared right, whatever the model samples. The look-up still runs."""
+    """Guesses of which a given share counts as right, whatever the model samples. The look-up still runs."""
 
     def __init__(self, num_slots: int, max_model_len: int, draft_tokens: int, device: torch.device) -> None:
         super().__init__(num_slots, max_model_len, draft_tokens, device)
@@ -37,14 +37,14 @@ class ScriptedTable(TokenTable):
         self._numbers = torch.arange(1, draft_tokens + 1, device=device)
 
     def guess(self, slots: Tensor) -> None:
-        """Guess 1 where it will be right, and 0 where not."""
+        """Guess 1 if the guess is scripted to be right, else 0."""
         super().guess(slots)
         self._owed[slots] = self._owed[slots] % 1 + self.rate * len(self._numbers)
         right = self._numbers <= self._owed[slots, None]
         self.tokens[slots[:, None], self.last[slots, None] + self._numbers] = right.int()
 
     def keep(self, ids: Tensor, inputs: StepInput, last_tokens: Tensor) -> None:
-        """Let every row sample 1 where the next row's guess is to be right, and 2 where not."""
+        """Let every row sample 1 if the next row's guess is scripted to be right, else 2."""
         next_rows = inputs.sample_tokens[1 : len(ids)]
         ids[:-1] = 2 - (inputs.input_ids[next_rows] == 1).long()
         super().keep(ids, inputs, last_tokens)
@@ -58,7 +58,7 @@ class ScriptedLLM(LLM):
             super().__init__(model, speculation="ngram", **options)
 
     def script(self, rate: float | None) -> None:
-        """Guess in every step, and call this share right; None: guess nothing."""
+        """Guess in every step, with this share of right guesses; None: no guesses."""
         self.engine.drafts.drafter = SimpleNamespace(has_draft=lambda sequence: rate is not None)
         self.runner.layers.tokens.table.rate.fill_(rate or 0.0)
 
@@ -75,7 +75,7 @@ class ScriptedModelLLM(LLM):
         self._launch, self.runner.launch = self.runner.launch, self._verify
 
     def script(self, rate: float | None) -> None:
-        """Guess in every step, and call this share right; None: guess nothing."""
+        """Guess in every step, with this share of right guesses; None: no guesses."""
         nobody = SimpleNamespace(has_draft=lambda sequence: False)
         self.engine.drafts.drafter = nobody if rate is None else self._drafter
         self._rate = rate
@@ -91,7 +91,7 @@ class ScriptedModelLLM(LLM):
 
 
 def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
-    """Seconds per token of one request, and tokens per step and request, while all decode."""
+    """Return seconds per token of one request, and tokens per step and request, while all decode."""
     ids = random.Random(batch)
     prompts = [[ids.randrange(llm.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
     before = replace(llm.engine.counters)
@@ -103,7 +103,7 @@ def run(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
 
 
 def time_ways(llm: LLM, batch: int, repeats: int, ways: Mapping[object, tuple], /, **what: object) -> list[dict]:
-    """A row per way, {name: (what prepares the engine, sampling parameters)}: seconds per token, tokens per step."""
+    """Return a row per way, {name: (what prepares the engine, sampling parameters)}: time and tokens per step."""
 
     def work(way: object) -> tuple[float, float]:
         prepare, params = ways[way]

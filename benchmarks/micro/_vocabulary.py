@@ -1,4 +1,4 @@
-"""A tokenizer with as many entries as a large model's, made of the tutor's: grammars on it need no download."""
+"""A tokenizer as large as a real model's, made from the tutor's, so that grammars on it need no download."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PADDING = 256  # ids of a large vocabulary that its tokenizer has not
 
 
 def widened(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> PreTrainedTokenizerFast:
-    """Return the tokenizer with more merges, each of two existing tokens, up to this many tokens."""
+    """Return the tokenizer with more merges of two existing tokens each, up to this many tokens."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary, merges = described["model"]["vocab"], described["model"]["merges"]
     parts = sorted(set(vocabulary) - {token["content"] for token in described["added_tokens"]})
@@ -32,7 +32,7 @@ def widened(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> PreTrainedTo
 
 
 def widen(llm: LLM) -> Constraints:
-    """Let the grammars of a `random:` model have a tokenizer as large as its vocabulary."""
+    """Give the grammars of a `random:` model a tokenizer as large as its vocabulary."""
     constraints = constraints_of(llm.runner.sampler)
     wide = widened(llm.tokenizer, llm.vocab_size - PADDING)
     constraints.grammars._tokens = library_tokens(wide, llm.vocab_size, llm.eos_token_ids)

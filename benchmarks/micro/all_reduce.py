@@ -1,7 +1,7 @@
-"""How long the ranks take to add up a tensor: what tensor parallelism pays twice per layer (GPUs).
+"""The time of an all-reduce, which tensor parallelism pays twice per layer (GPUs).
 
-The all-reduce of `[rows, hidden]` is stage F's (`RankGroup`), a hundred of them in a CUDA graph as in a decode step;
-next to it NCCL's, and the product of a layer's `down` with the sum over the ranks inside it. `ranks=2` or `ranks=2,4`.
+Stage F's all-reduce of `[rows, hidden]` (`RankGroup`), a hundred of them in a CUDA graph, is compared with NCCL's. The
+product of a layer's `down` is timed with the sum over the ranks inside it. `ranks=2` or `ranks=2,4`.
 """
 
 from __future__ import annotations

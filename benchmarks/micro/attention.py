@@ -1,9 +1,9 @@
-"""Paged attention by each backend, next to what the chip can do (GPU).
+"""Paged attention by each backend, compared with the chip's limits (GPU).
 
-Decode attention reads every key and value once, so its yardstick is bandwidth: bytes of K, V, query and output over the
-time, next to a large copy. Prefill is arithmetic: 4 × head_dim × heads operations for every (query, visible key) pair,
-next to a large matrix product. Each launch of the CUDA graph reads another part of the pool, `CYCLE_BYTES` in all:
-several times the L2 cache, which would otherwise flatter.
+Decode attention reads every key and value once, so its limit is bandwidth: the bytes of K, V, query and output per
+second, compared with a large copy. Prefill is limited by arithmetic: 4 × head_dim × heads operations for every (query,
+visible key) pair, compared with a large matrix product. Each launch of the CUDA graph reads another part of the pool,
+`CYCLE_BYTES` in all: several times the L2 cache, so that no read hits it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CUDA, DTYPE = torch.device("cuda"), torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of sequences that each have `query` new tokens and `context` keys, the new ones included."""
+    """A batch of sequences with `query` new tokens and `context` keys each, the new ones included."""
 
     name: str
     sequences: int
@@ -36,13 +36,13 @@ class Case:
 
     @property
     def bytes_moved(self) -> int:
-        """Keys and values of the context once, queries in, outputs out; two bytes an element."""
+        """Count the bytes: keys and values of the context once, queries in, outputs out; two bytes per element."""
         kv, query = 2 * self.context * self.kv_heads, self.query * self.heads
         return 2 * self.sequences * (kv + 2 * query) * self.head_dim
 
     @property
     def operations(self) -> int:
-        """A multiply and an add for each element of q·k and of p·v, at each visible pair."""
+        """Count a multiply and an add for each element of q·k and of p·v, for each visible pair."""
         pairs = self.query * (self.context - self.query) + self.query * (self.query + 1) // 2
         return 4 * self.sequences * pairs * self.heads * self.head_dim
 
@@ -74,7 +74,7 @@ CASES = {case.name: case for case in CASES}
 
 
 def measure() -> dict:
-    """Every case by every backend that is installed."""
+    """Time every case with every installed backend."""
     rows = []
     for case in CASES.values():
         for name in BACKENDS:

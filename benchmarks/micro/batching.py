@@ -3,7 +3,7 @@
 *D* is stage D: a static batch, padding rows for requests that have ended, tokens sampled row by row. *E, static
 admission* is stage E, admitting requests only when all of the last batch have ended: no padding, and the whole batch is
 sampled at once. *E* differs from it in the rule of admission alone. Each row runs greedily and at a temperature. On a
-CPU the seconds are those that the process computed for, on one thread.
+CPU the seconds are the process's CPU time, on one thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ABOVE = {"E, static admission": "D", "E": "E, static admission"}
 
 
 class StaticAdmission(Scheduler):
-    """Admits as many requests as there are batch slots, and the next ones when none of these runs any more."""
+    """Admits as many requests as there are batch slots, and the next ones only when all of these have ended."""
 
     num_admitted = 0
 
@@ -48,7 +48,7 @@ ENGINES = {"D": StageD, "E, static admission": StaticStageE, "E": StageE}
 
 @one_thread()
 def measure(model: str = "tutor", device: str = "cpu", size: str = "cpu", slots: int = 16, repeats: int = 5) -> dict:
-    """Seconds, steps and rows of every engine at every temperature, the engines taking turns."""
+    """Measure seconds, steps and rows of every engine at every temperature; the engines take turns."""
     workload = make_workload("mixed", size)
     [call] = workload.rounds[0]
     blocks = slots * -(-workload.longest // 16)  # only as many as needed: three engines share the memory
@@ -64,7 +64,7 @@ def measure(model: str = "tutor", device: str = "cpu", size: str = "cpu", slots:
 
 
 def run(llm: StageD | StageE, call: Call, temperature: float) -> dict[str, float]:
-    """Seconds of a call of `generate`, the steps of the model in it, and the rows that these computed."""
+    """Return the seconds of a call of `generate`, its model steps, and the rows that these computed."""
     steps: list[int] = []
     params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in call.max_tokens]
     clock = time.process_time if llm.device.type == "cpu" else time.perf_counter

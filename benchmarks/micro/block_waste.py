@@ -1,7 +1,7 @@
 """How much KV memory stays empty, by block size; counted.
 
 Nothing is timed and no model runs. The requests of `mixed` are admitted together, each grows by one token per step and
-gives its memory back when it is done; at every step the slots of their blocks are counted. A contiguous reservation is
+frees its memory when it is done; at every step the slots of their blocks are counted. A contiguous reservation is
 a block of the longest request, or of `max_model_len` if the lengths are unknown.
 """
 
@@ -21,7 +21,7 @@ def slots_held(lengths: Iterable[int], block_size: int) -> int:
 
 
 def measure(size: str = "gpu") -> dict:
-    """Slots held and tokens in them, summed over all steps, for every block size."""
+    """Count the slots held and the tokens in them, summed over all steps, for every block size."""
     workload = make_workload("mixed", size)
     [call] = workload.rounds[0]
     held = dict.fromkeys([*BLOCK_SIZES, *RESERVATIONS], 0)

@@ -1,8 +1,8 @@
-"""What a scattered read costs: every thread reads one number, neighbours or numbers further and further apart (GPU).
+"""The cost of scattered reads: threads read neighbouring numbers, or numbers further and further apart (GPU).
 
-The memory delivers whole sectors of 32 bytes. Where the 32 threads of a warp read 32 neighbouring numbers of 4 bytes,
-every byte that comes is wanted. With a number between two of them unread, half of the bytes are wanted; from a distance
-of 32 bytes on, one number in eight of what comes. The same number of threads reads the same number of bytes each time.
+The memory delivers whole sectors of 32 bytes. If the 32 threads of a warp read 32 neighbouring numbers of 4 bytes,
+every delivered byte is used. If they skip every second number, half of the bytes are used; from a distance of 32 bytes
+on, one number in eight. The same number of threads reads the same number of numbers each time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REPEATS = 20
 
 
 def measure() -> dict:
-    """Seconds for the same number of wanted bytes, by the distance of neighbouring threads' addresses."""
+    """Time the same number of useful bytes by the distance of neighbouring threads' addresses."""
     from benchmarks.micro._kernels import BLOCK, strided_sums  # Triton, which not every system has
 
     source = torch.ones(WANTED * max(STRIDES), dtype=torch.float32, device="cuda")

@@ -1,4 +1,4 @@
-"""Constrained decoding: a step of requests with one schema, compared with a step of the same requests without.
+"""Constrained decoding: the time of a decode step with a schema, compared with the same step without it.
 
 The models have random weights and a made-up tokenizer as large as their vocabulary. Both ways sample with the same
 seeds, and no answer can end. The host's work for grammars (accept tokens, fill masks) overlaps with the forward.
@@ -39,7 +39,7 @@ def measure(
     repeats: int = 3,
     device: str = "auto",
 ) -> dict:
-    """Seconds from one step's tokens to the next one's, where all requests decode; of each repeat median and 99 %."""
+    """Measure the seconds from one decode step's tokens to the next's: median and 99th percentile of each repeat."""
     rows, options = [], {"device": device, "max_num_seqs": max(requests), "max_model_len": 2048}
     for model in models:
         rows += with_engine(lambda llm: measure_engine(llm, requests, tokens, repeats), LLM, model, **options)
@@ -47,7 +47,7 @@ def measure(
 
 
 def measure_engine(llm: LLM, requests: tuple, tokens: int, repeats: int) -> list[dict]:
-    """A row for each number of requests."""
+    """Measure an engine for each number of requests."""
     constraints, ends, host = widen(llm), [], [0.0]
     for name in ("accept", "fill_masks"):
         setattr(constraints, name, timed_into(host, getattr(constraints, name)))
@@ -73,7 +73,7 @@ def measure_engine(llm: LLM, requests: tuple, tokens: int, repeats: int) -> list
 
 
 def timed_into(seconds: list[float], work: Callable) -> Callable:
-    """`work`, whose seconds are added to the only entry of `seconds`."""
+    """Wrap `work` so that its seconds are added to the only entry of `seconds`."""
 
     def run(*given: object) -> object:
         start = time.perf_counter()

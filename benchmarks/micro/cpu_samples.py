@@ -1,8 +1,8 @@
-"""Where the CPU is during a decode step: its Python stack, looked at every millisecond.
+"""Where the CPU spends a decode step: its Python stack, sampled every millisecond.
 
-A profiler that notes every call makes each of them slower. A timer interrupts a thousand times a second and notes one
-line, so the step stays as long as it is. A line that calls PyTorch counts with what that call does in C++: choosing the
-kernel, allocating its result, launching it.
+A profiler that records every call slows each of them down. A timer that interrupts a thousand times per second and
+records one line does not. A line that calls PyTorch includes the call's work in C++: choosing the kernel, allocating
+its result, launching it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ REST = "engine"
 
 
 def in_ms(row: dict, part: str) -> float | None:
-    """Milliseconds of a step in which a look found the CPU there; None where that engine has no such part."""
+    """Return the milliseconds of a step that the samples found there; None if the engine has no such part."""
     found = row["parts"].get(part)
     return found and row["step_ms"] * found / sum(row["parts"].values())
 
 
 def part_of(path: str, line: int | None) -> str:
-    """What a line belongs to."""
+    """Return the part of the engine that a line belongs to."""
     if line and any(word in linecache.getline(path, line) for word in (".tolist()", "synchronize", ".item()")):
         return WAITS
     return next((part for part, texts in PARTS.items() if any(text in path for text in texts)), REST)
@@ -57,7 +57,7 @@ def measure(
     runs: int = 2,
     tokens: int = 256,
 ) -> dict:
-    """Samples of each engine, while it decodes a number of requests side by side."""
+    """Sample each engine while it decodes several requests together."""
     rows = []
     for engine in select(engines):
         own = batches[:1] if engine.one_at_a_time else batches
@@ -69,7 +69,7 @@ def measure(
 
 
 def sample_batches(llm: object, batches: tuple, runs: int, tokens: int) -> list[dict]:
-    """Milliseconds per step, and samples by part, of each number of requests."""
+    """Measure milliseconds per step, and samples by part, for each number of requests."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     rows = []
     for requests in batches:

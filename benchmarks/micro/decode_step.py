@@ -1,9 +1,9 @@
 """Stage F's persistent megakernel: time of a decode step by rows and context, and where it goes (GPU).
 
-A sample is a CUDA graph of `STEPS` steps: so the device is timed, not Python. Weights are random and of the real
-shapes, about a gigabyte or more, far more than L2 holds. To see where the time goes, steps are also timed without the
-streaming of weights, without waiting for other blocks, or without both; and a kernel that is compiled with a trace
-writes down the clock of every multiprocessor at the end of each phase of each layer.
+A sample is a CUDA graph of `STEPS` steps, so the device is timed, not Python. Weights are random, with the real shapes:
+about a gigabyte or more, far more than L2 holds. To see where the time goes, steps are also timed without streaming the
+weights, without waiting for other blocks, or without both; and a kernel compiled with a trace records the clock of
+every multiprocessor at the end of each phase of each layer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def step_arguments(config: ModelConfig, rows: int, context: int, block_size: int
 
 
 def launch_of(kernel: Megakernel, arguments: list[Tensor]) -> Callable[..., None]:
-    """The greedy step with these `step_arguments`, as a function; each call goes on from the tokens of the last."""
+    """Return the greedy step with these `step_arguments` as a function; each call continues from the last tokens."""
     ids, positions, slots, tables, lengths, pool = arguments
     rows = len(ids)
     temperatures = torch.zeros(rows, device="cuda")
@@ -86,7 +86,7 @@ def launch_of(kernel: Megakernel, arguments: list[Tensor]) -> Callable[..., None
 
 
 def step_by_layers(model: DecoderModel, arguments: list[Tensor], cache: object, longest: int) -> Callable[[], Tensor]:
-    """The same step layer by layer, up to the logits; `cache` has the pool of the arguments, or one like it."""
+    """Return the same step layer by layer, up to the logits; `cache` has the pool of the arguments, or an equal one."""
     ids, positions, slots, tables, lengths, _ = arguments
     starts = torch.arange(len(ids) + 1, dtype=torch.int32, device="cuda")
     metadata = AttentionMetadata(starts, lengths, slots, tables, 1, longest, one_new_key=True)
@@ -94,7 +94,7 @@ def step_by_layers(model: DecoderModel, arguments: list[Tensor], cache: object, 
 
 
 def time_steps(kernel: Megakernel, arguments: list[Tensor]) -> list[float]:
-    """Seconds per step."""
+    """Return seconds per step."""
     kernel.reset()
     samples = graph_seconds([launch_of(kernel, arguments)] * STEPS, REPEATS)
     kernel.check()
@@ -128,7 +128,7 @@ def trace_step(kernel: Megakernel) -> dict:
 
 
 def _spread(seconds: Tensor) -> dict[str, float]:
-    """Of `[multiprocessors, layers]`."""
+    """Summarise `[multiprocessors, layers]`."""
     return {
         "median": seconds.median().item(),
         "p95": seconds.flatten().quantile(0.95).item(),
@@ -137,13 +137,13 @@ def _spread(seconds: Tensor) -> dict[str, float]:
 
 
 def floor_seconds(model: str, rows: int, context: int, copy_bytes_per_s: float) -> float:
-    """What one step must read (weights once, each row's keys and values once), at the speed of a copy."""
+    """Return the seconds to read the weights once and each row's keys and values once, at the speed of a copy."""
     cost = ModelCost(preset_config(model), 2)
     return (cost.weight_bytes + rows * cost.tokens_read(context) * cost.kv_bytes_per_token) / copy_bytes_per_s
 
 
 def account(result: dict) -> list[Record]:
-    """The step of one row: its floor, whole and with parts left out, and how far the whole is from the floor."""
+    """Break down the step of one row: its floor, the whole step, the step without some parts, and whole ÷ floor."""
     found, copy = [row for row in records(result) if row["what"] == "without"], result["ceilings"]["copy_bytes_per_s"]
     whole = [row for row in found if row["variant"] == "whole"]
     floors = {row["model"]: floor_seconds(row["model"], 1, CONTEXT, copy) for row in whole}
@@ -154,7 +154,7 @@ def account(result: dict) -> list[Record]:
 
 
 def phases(result: dict) -> list[Record]:
-    """The spread of every phase over the multiprocessors, floors, and how much of a step is between its marks."""
+    """Return every phase's spread over the multiprocessors, floors, and the share of a step between its marks."""
     found, copy = [], result["ceilings"]["copy_bytes_per_s"]
     for row in (row for row in result["rows"] if row["what"] == "trace"):
         cost, kinds = ModelCost(preset_config(row["model"]), 2), ("median", "p95", "slowest")

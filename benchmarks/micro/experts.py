@@ -14,11 +14,9 @@ layer's products in a CUDA graph over all layers, each with its own weights.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -121,35 +119,23 @@ def step_seconds(llm: LLM, requests: int) -> float:
 def count_touched(llm: LLM, requests: int) -> float:
     """Different experts per layer in the first decode steps, on average."""
     params = SamplingParams(temperature=0.0, max_tokens=1 + COUNTED, ignore_eos=True)
-    with choices_of_steps(requests) as chosen:
-        llm.generate(prompts_of(requests), params, use_tqdm=False)
+    chosen: list[torch.Tensor] = []
+
+    def collect(router: object, given: object, found: tuple[torch.Tensor, Choice]) -> None:
+        if len(found[0]) == requests:  # a decode step of all requests
+            chosen.append(found[1].chosen.clone())
+
+    hooks = [layer.router.register_forward_hook(collect) for layer in llm.runtime.model.layers]
+    llm.generate(prompts_of(requests), params, use_tqdm=False)
+    for hook in hooks:
+        hook.remove()
     return sum(len(of_layer.unique()) for of_layer in chosen) / len(chosen)
-
-
-@contextmanager
-def choices_of_steps(tokens: int) -> Iterator[list[torch.Tensor]]:
-    """Collect the experts that every layer chooses in steps of this many tokens."""
-    from beyond.experts import fused_layers
-
-    found: list[torch.Tensor] = []
-    run = fused_layers.run_experts
-
-    def collect(x: torch.Tensor, choice: Choice, *others: Any, **named: Any) -> Any:
-        if len(x) == tokens:
-            found.append(choice.chosen.clone())
-        return run(x, choice, *others, **named)
-
-    fused_layers.run_experts = collect
-    try:
-        yield found
-    finally:
-        fused_layers.run_experts = run
 
 
 @torch.inference_mode()
 def time_tiles(llm: LLM) -> list[dict]:
     """Seconds of a layer's products with several divisions, for random choices of experts."""
-    from beyond.experts.products import Choice, block_rows, down_add, down_and_add, gate_up_silu, group
+    from beyond.experts.products import Choice, block_rows, down_add, gate_up_silu, group
 
     layers, rows = [layer.mlp for layer in llm.runtime.model.layers], []
     for way, tokens in TILED:
@@ -166,9 +152,7 @@ def time_tiles(llm: LLM) -> list[dict]:
             mlp, choice, own = layers[layer], choices[layer], groups[layer]  # noqa: B023
             if part == "gate and up":
                 return gate_up_silu(x, choice.chosen, own, mlp.gate_up_proj.weight, EXPERTS, tiles)  # noqa: B023
-            if own is None:
-                return down_add(activated, choice, mlp.down_proj.weight, EXPERTS, x, tiles)  # noqa: B023
-            return down_and_add(activated, choice, own, mlp.down_proj.weight, EXPERTS, x, tiles)  # noqa: B023
+            return down_add(activated, choice, own, mlp.down_proj.weight, EXPERTS, x, tiles)  # noqa: B023
 
         for part, divisions in divisions_of(way, block).items():
             found = []

@@ -1,6 +1,6 @@
-"""Libraries of grammars: llguidance and xgrammar compile a schema and fill the masks of 32 answers, on CPU cores.
+"""Grammar libraries: llguidance and xgrammar compile a schema and fill the masks of 32 answers, on CPU cores.
 
-Each answer goes on by a token that both libraries allow, so that both are at the same points of the same texts. The
+Each answer continues with a token that both libraries allow, so both are at the same point of the same text. The
 schema has other names each time. xgrammar keeps parts of schemas, so its first one takes longer than the others.
 xgrammar is not a dependency of the course: `pip install xgrammar==0.2.8`.
 """
@@ -35,7 +35,7 @@ note = "{result['answers']} answers, {result['vocabulary']:,} tokens, {result['c
 
 
 def measure(vocabulary: int = 151_936, answers: int = 32, steps: int = 200, repeats: int = 5) -> dict:
-    """Seconds to compile a schema, and to fill the masks of a step."""
+    """Measure the seconds to compile a schema, and to fill the masks of a step."""
     import xgrammar
 
     cores, source = len(os.sched_getaffinity(0)), resolve("tutor")

@@ -1,17 +1,17 @@
-"""What serving over HTTP costs: the same answers from `generate`, from `stream`, and from two servers, streamed.
+"""The cost of serving over HTTP: the same answers from `generate`, from `stream`, and streamed from two servers.
 
-All four run on the same kind of engine with as many batch slots as answers, on prompts that differ in every repeat,
-and take turns. `generate` makes the text once, at the end; `stream` makes it token by token, as a server must; a server
+All four use the same kind of engine with as many batch slots as answers. They take turns, with new prompts in every
+repeat. `generate` makes the text once, at the end; `stream` makes it token by token, as a server must; a server
 also sends one event per token. The first server runs the engine in a thread (`one_process.py`), the second in another
 process. Several processes read the streams, so that reading does not limit what is measured; they connect before the
-clock starts, as clients that ask again and again do.
+clock starts, as clients that reuse their connections do.
 
 There are 64 requests at once; `streams=1` measures a single one. With `rounds=8` there are 8 times as many requests,
-and a stream asks for the next one as soon as it has been answered. The answers differ in their length, so that new
-requests come one by one, as they do to a server at work.
+and a stream sends the next one as soon as the last is answered. The answers differ in length, so new requests arrive
+one by one, as on a real server.
 
-On a CPU the seconds are those that the processes of the engine and the server computed for, so that the readers and
-other programs on the machine count for little.
+On a CPU the seconds are the CPU time of the engine's and the server's processes, so that the readers and other programs
+hardly count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONNECT_SECONDS = 0.3  # for all connections
 
 
 class Seconds(NamedTuple):
-    """What a way of answering took, and its readers, if it has any."""
+    """The seconds of a way of answering, and of its readers, if it has any."""
 
     on_clock: float  # to the end of all answers
     of_cpu: float  # for the engine, and the server
@@ -68,7 +68,7 @@ def measure(
     rounds: int = 1,
     streams: int = 64,
 ) -> dict:
-    """Output tokens per second of each way, prefill included; the ways take turns.
+    """Measure the output tokens per second of each way, prefill included; the ways take turns.
 
     Args:
         output_len: tokens of an answer. With several rounds they have from half of it to all of it.
@@ -124,7 +124,7 @@ def offline(llm: LLM, way: str, prompts: list[list[int]], params: list[SamplingP
 def over_http(
     pool: Executor, readers: int, server: LocalServer, prompts: list[list[int]], lengths: list[int], rounds: int = 1
 ) -> Seconds:
-    """Time all answers from a server, from when the first requests are sent.
+    """Time all answers of a server, from the first request on.
 
     Args:
         pool: of processes that read, each an equal share of the answers.
@@ -151,7 +151,7 @@ def over_http(
 
 
 def read_answers(url: str, bodies: list[dict], rounds: int, begin: float) -> tuple[list[Answer], float, float]:
-    """Ask from `begin` on, and read the answers; returns them, when the last one had ended, and the CPU time."""
+    """Send requests from `begin` on and read the answers; returns them, the time of the last end, and the CPU time."""
     cpu_start, waiting = time.process_time(), iter(bodies)
 
     async def read_all() -> list[list[Answer]]:
@@ -162,7 +162,7 @@ def read_answers(url: str, bodies: list[dict], rounds: int, begin: float) -> tup
 
 
 async def read_stream(url: str, waiting: Iterator[dict], begin: float) -> list[Answer]:
-    """Ask for what other streams have left, one answer after another."""
+    """Send the requests that other streams have left, one after another."""
     found: list[Answer] = []
     for body in waiting:
         [answer], _ = await offer(url, [body], [begin - time.perf_counter()], connect_early=True)

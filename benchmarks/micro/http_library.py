@@ -1,9 +1,8 @@
-"""Which library should read HTTP: streams per second of CPU time with h11 and with httptools, and what each refuses.
+"""Which library should parse HTTP: streams per second of CPU time with h11 and with httptools, and what each refuses.
 
-h11 is Python, httptools a parser in C. Both servers run the same engine in a separate process. Only the other
-process, which speaks HTTP, is counted: its CPU time from when the requests are sent until the last answer has ended.
-The servers take turns, so that other work on the machine slows both. The server itself needs no httptools: pip install
-httptools.
+h11 is written in Python, httptools in C. Both servers run the same engine in a separate process. Only the HTTP process
+is measured: its CPU time from the first request until the last answer has ended. The servers take turns, so that other
+work on the machine slows both. The course's server does not need httptools: pip install httptools.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ STREAM = BODY[:-1] + b', "stream": true}'
 
 
 class Front(LocalServer):
-    """A server whose process that speaks HTTP counts alone."""
+    """A server of which only the HTTP process is measured."""
 
     def cpu_seconds(self) -> float:
-        """CPU time of this process on Linux's clock for it: psutil's has steps of 10 ms, a tenth of 64 streams."""
+        """Return this process's CPU time by Linux's clock. psutil's has steps of 10 ms, too coarse here."""
         return time.clock_gettime(~self.pid << 3 | 2)
 
 
 @one_thread()
 def measure(streams: tuple[int, ...] = (64, 256), output_len: int = 32, repeats: int = 5) -> dict:
-    """Streams per second of CPU time, by how many there are at once, and what heads of requests are read."""
+    """Measure streams per second of CPU time by the number of streams, and the request heads that are accepted."""
     words = ["--max-num-seqs", str(max(streams)), "--no-prefix-caching", "--no-page", "--device", "cpu"]
     rates: dict[str, dict[int, list[float]]] = {library: {n: [] for n in streams} for library in LIBRARIES}
     with ExitStack() as stack, ProcessPoolExecutor(2, get_context("spawn")) as pool:
@@ -61,7 +60,7 @@ def measure(streams: tuple[int, ...] = (64, 256), output_len: int = 32, repeats:
 
 
 def probed(url: str) -> dict:
-    """What a server makes of a head without an end, of a request to change to HTTP/2, and of a client of HTTP/1.0."""
+    """Send an endless head, an upgrade to HTTP/2, and an HTTP/1.0 request; returns the server's answers."""
     head = b"POST /v1/completions HTTP/1.%d\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: %b\r\n"
     upgrade = b"Upgrade, close\r\nUpgrade: h2c"
     return {
@@ -76,14 +75,14 @@ def connected(url: str) -> socket.socket:
 
 
 def exchanged(url: str, head: bytes, body: bytes) -> bytes:
-    """All that a server answers until it closes."""
+    """Return everything that a server answers until it closes."""
     with connected(url) as client:
         client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         return b"".join(iter(lambda: client.recv(4096), b""))
 
 
 def longest_head(url: str) -> int:
-    """How many bytes of a head a server reads, a thousand at a time; `MOST_BYTES` if it takes them all."""
+    """Return how many bytes of a head a server reads, in steps of a thousand; `MOST_BYTES` if it reads all."""
     with connected(url) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         client.settimeout(0.01)  # to be told, or closed
@@ -103,7 +102,7 @@ def kib(num_bytes: int) -> str:
 
 
 def main() -> int:
-    """Run the server with httptools in place of h11, and without its limits."""
+    """Run the server with httptools instead of h11, and without its limits."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     from beyond.serving import __main__, server

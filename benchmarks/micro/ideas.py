@@ -1,4 +1,4 @@
-"""The gain of each idea of stage F for one request: added in one order, and each separately.
+"""The gain of each idea of stage F for one request: added in one order, and each alone.
 
 Graphs and the megakernel both remove launches, and each hides the other's gain. So the gain of an idea depends on which
 others are on, and there is no single list of shares. Two are measured: from stage E to stage F, one idea after the
@@ -27,10 +27,10 @@ PROMPT, TOKENS = 128, 256
 
 
 def measure(model: str = "random:qwen2.5-0.5b", repeats: int = 5) -> dict:
-    """Seconds per token, and to the first, with each set of ideas; a set is timed once.
+    """Measure seconds per token, and to the first token, with each set of ideas; a set is timed once.
 
-    Launches are counted when everything has been timed: a profiler that has once been used makes every later launch of
-    the process slower.
+    Launches are counted after everything has been timed, because a profiler slows down every later launch of the
+    process.
     """
     order, nothing = list(IDEAS), ()
     lines = {"stage E": ("E", nothing), "stage F, all of them off": ("F", nothing)}
@@ -61,7 +61,7 @@ def measure(model: str = "random:qwen2.5-0.5b", repeats: int = 5) -> dict:
 
 
 def time_one(llm: object, repeats: int) -> dict[str, list[float]]:
-    """Seconds per token after the first, and to the first, of one request at a time."""
+    """Return seconds per token after the first, and to the first, for one request at a time."""
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
     def metrics(first: int) -> dict:

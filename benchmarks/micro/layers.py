@@ -1,8 +1,8 @@
-"""A decode step by the kinds of layers that stage F can run, over the rows of the batch (GPU).
+"""A decode step with each kind of layers that stage F can run, by the number of rows (GPU).
 
-A sample is a CUDA graph of one whole step, from the embedding to the logits, so the device is timed, not
-Python; the weights of all layers are many times the L2 cache. Here it was measured up to how many rows each kind is the
-fastest: `most_rows` of the megakernel and `skinny_limit`.
+A sample is a CUDA graph of one whole step, from the embedding to the logits, so the device is timed, not Python. The
+weights of all layers are many times the L2 cache. This study determined up to how many rows each kind is the fastest:
+`most_rows` of the megakernel and `skinny_limit`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = {  # by their names in the files of results
 
 @torch.inference_mode()
 def measure(models: tuple[str, ...] = MODELS) -> dict:
-    """Every kind of layer at every number of rows."""
+    """Time every kind of layers at every number of rows."""
     from stage_f_graph_tp.kernels.fused_layers import fuse_layers  # here: Triton is needed on a GPU alone
 
     load_operators("cuda")
@@ -59,7 +59,7 @@ def measure(models: tuple[str, ...] = MODELS) -> dict:
 
 
 def step_of(model: DecoderModel, kind: str, rows: int) -> Callable[[], object]:
-    """A decode step of `rows` requests."""
+    """Make a decode step of `rows` requests."""
     arguments, config = step_arguments(model.config, rows, CONTEXT, BLOCK_SIZE), model.config
     if kind == "one":
         return launch_of(Megakernel(model), arguments)
@@ -75,7 +75,7 @@ DRAWN = {kind: name for kind, name in KINDS.items() if kind != "operator"} | {"f
 
 
 def with_floors(result: dict) -> list[Record]:
-    """The kinds of layers, the fastest lines last, and the floor, which is a kind too."""
+    """Return the kinds of layers, the fastest last, and the floor as one more kind."""
     found, copy = records(result), result["ceilings"]["copy_bytes_per_s"]
     counts = {(row["model"], row["rows"]) for row in found}
     floors = [(model, rows, 1e6 * floor_seconds(model, rows, CONTEXT, copy)) for model, rows in sorted(counts)]

@@ -17,7 +17,7 @@ VERSIONS = {
 
 
 def measure(repeats: int = 5) -> dict:
-    """Seconds per layer of each version, a fresh process each, the versions taking turns."""
+    """Measure seconds per layer of each version, in a fresh process each; the versions take turns."""
     compiler = mini.nvcc(plan("megakernel").architectures)
 
     def run(version: int) -> tuple[float, float]:

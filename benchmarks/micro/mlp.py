@@ -1,9 +1,8 @@
-"""Stage C's MLP block by each kernel variant, next to what the memory can do (GPU).
+"""Stage C's MLP block by each kernel variant, compared with the memory's limit (GPU).
 
 For a few tokens bandwidth is the limit: the block's weights must be read once, and nothing else is large. A sample
-is a CUDA graph of one call per layer, each with different weights and the output of the call before as input, as in a
-    model: the
-weights of all layers are many times the L2 cache.
+is a CUDA graph of one call per layer. As in a model, each call has different weights and takes the previous call's
+output as its input; the weights of all layers are many times the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ NAIVE_ROWS = (1, 16)  # it needs milliseconds, and one row says what there is to
 
 
 def sizes(model: str) -> tuple[int, int, int, int]:
-    """(hidden, intermediate, layers, bytes of a layer's gate, up and down in bfloat16)."""
+    """Return hidden, intermediate, layers, and the bytes of a layer's gate, up and down in bfloat16."""
     config = preset_config(model)
     hidden, inter = config.hidden_size, config.intermediate_size
     return hidden, inter, config.num_hidden_layers, 2 * 3 * hidden * inter
 
 
 def measure(model: str = "qwen2.5-0.5b") -> dict:
-    """Every number of rows and variant, in bfloat16."""
+    """Time every variant at every number of rows, in bfloat16."""
     load_operators("cuda")
     hidden, inter, num_layers, _ = sizes(model)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -42,7 +41,7 @@ def measure(model: str = "qwen2.5-0.5b") -> dict:
 
 
 def random_layer(hidden: int, inter: int, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
-    """rms_weight, w_gate_up, w_down; scaled so that activations keep their size through the layers."""
+    """Make rms_weight, w_gate_up and w_down, scaled so that activations keep their size through the layers."""
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*size, generator=generator, device=generator.device) * scale).to(dtype)
@@ -52,7 +51,7 @@ def random_layer(hidden: int, inter: int, dtype: torch.dtype, generator: torch.G
 
 
 def time_block(layers: list[list[Tensor]], rows: int, variant: str) -> list[float]:
-    """Seconds per layer."""
+    """Return seconds per layer."""
     hidden = torch.randn(rows, len(layers[0][0]), device="cuda").to(torch.bfloat16)
 
     def forward() -> Tensor:
@@ -66,7 +65,7 @@ def time_block(layers: list[list[Tensor]], rows: int, variant: str) -> list[floa
 
 
 def fastest_up_to(result: dict) -> int:
-    """The most rows with which the fused kernel is faster than the library's chain, of the first model."""
+    """Return the most rows with which the fused kernel is faster than the library's kernels, for the first model."""
     model = result["rows"][0]["model"]
     found = medians([row for row in result["rows"] if row["model"] == model], "variant", "rows")
     return max(rows for rows in ROWS if found["fused", rows] < found["library", rows])

@@ -1,8 +1,8 @@
-"""The MLP block on a CPU: stage C's operator next to PyTorch's MLP, by rows. It sets what `auto` does there.
+"""The MLP block on a CPU: stage C's operator compared with PyTorch's MLP, by rows. The choice of `auto` follows it.
 
-Both ways take turns in one run, on one thread, and what counts is the thread's own CPU time: that is hardly disturbed
-by what else the machine does. A call reads the weights of the next layer, as in a model, so that a small cache does not
-flatter. What is compared is the least of the samples.
+Both ways take turns in one run, on one thread. The thread's CPU time is measured, which other programs hardly disturb.
+Every call reads another layer's weights, as in a model, so that they do not stay in the cache. The smallest samples are
+compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPEATS, MOST_BYTES, MOST_LAYERS = 15, 200e6, 12
 
 
 def by_pytorch(x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """What transformers computes: the norm in float32, three matrix products, the residual."""
+    """Compute the block as transformers does: the norm in float32, three matrix products, the residual."""
     inter = down.shape[1]
     wide = x.float()
     normalised = norm * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
@@ -43,7 +43,7 @@ WAYS = {"pytorch": by_pytorch, "operator": by_operator}
 @one_thread()
 @torch.inference_mode()
 def measure(models: tuple[str, ...] = MODELS, repeats: int = REPEATS) -> dict:
-    """Seconds of CPU time per call by model, dtype, rows and way."""
+    """Measure the CPU time per call by model, dtype, rows and way."""
     load_operators()
     found = []
     for model in models:
@@ -57,14 +57,14 @@ def measure(models: tuple[str, ...] = MODELS, repeats: int = REPEATS) -> dict:
 
 
 def random_layers(hidden: int, inter: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """rms_weight, w_gate_up, w_down of several layers."""
+    """Make rms_weight, w_gate_up and w_down of several layers."""
     generator = torch.Generator().manual_seed(0)
     count = max(1, min(MOST_LAYERS, int(MOST_BYTES / (3 * hidden * inter * dtype.itemsize))))
     return [random_layer(hidden, inter, dtype, generator) for _ in range(count)]
 
 
 def time_ways(layers: list[list[Tensor]], rows: int, repeats: int) -> dict[str, list[float]]:
-    """Samples by way, in turns; the two must agree."""
+    """Time both ways in turns; their results must agree."""
     x = torch.randn(rows, len(layers[0][0]), generator=torch.Generator().manual_seed(1)).to(layers[0][0].dtype)
     torch.testing.assert_close(by_pytorch(x, *layers[0]), by_operator(x, *layers[0]), rtol=0.05, atol=0.05)
 

@@ -1,7 +1,7 @@
-"""What the KV cache saves: every step of one answer, generated without a cache and with it.
+"""What the KV cache saves: the time of every step of one answer, without a cache and with it.
 
-Both generate the same tokens, which is checked. A step without the cache runs the model over the whole text so far; the
-sum of its steps grows with the square of the length. A step's time is the least of several runs.
+Both generate the same tokens, which is checked. A step without the cache runs the model over the whole text so far, so
+the sum of the steps grows with the square of the length. A step's time is the smallest of several runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stage_a_naive.contract.outputs import synchronized_time
 
 
 def measure(model: str = "tutor", prompt_tokens: int = 64, tokens: int = 256, repeats: int = 5) -> dict:
-    """Seconds of every step, cached and recomputed."""
+    """Measure the seconds of every step, cached and recomputed."""
     llm = LLM(model)
     prompt = [(7 * j) % llm.vocab_size for j in range(prompt_tokens)]
     return {"model": model, "repeats": repeats, "rows": [measure_recompute(llm, prompt, tokens, repeats)]}
@@ -56,7 +56,7 @@ def draw(results: list[dict]) -> dict[str, Picture]:
 
 
 def draw_recompute(times: dict) -> Picture:
-    """The time of every step; the area under a line is the time of the whole answer."""
+    """Draw the time of every step; the area under a line is the time of the whole answer."""
     cached, recomputed = times["cached"], times["recomputed"]
     title = f"{len(cached)} tokens: without a cache {sum(recomputed) / sum(cached):.1f} × the time"
     x_label = f"generated token (after a prompt of {times['prompt_tokens']})"

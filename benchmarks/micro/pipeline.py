@@ -1,8 +1,8 @@
 """Pipeline stages: their idle time compared with theory, and the bytes they send compared with tensor parallelism.
 
 *Counted*: the real scheduler and engine on stages that take one unit of time for every step. *Measured*: the busy times
-that the stages of a real engine record, and its speed, on two GPUs (`device=cuda`) or CPU processes. *Bytes*: what two
-hosts really put on the cable between them, counted by the kernel; it needs root (`benchmarks/two_hosts.py`).
+that the stages of a real engine record, and its speed, on two GPUs (`device=cuda`) or CPU processes. *Bytes*: the
+traffic on the cable between two hosts, counted by the kernel; this needs root (`benchmarks/two_hosts.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUTS = {"one rank": {}, "TP 2": {"tensor_parallel_size": 2}, "PP 2": {"pipeli
 def measure(
     model: str = "random:qwen2.5-0.5b", device: str = "cuda" if torch.cuda.is_available() else "cpu", speed: bool = True
 ) -> dict:
-    """Idle shares, speeds and bytes; `speed=False` leaves out what depends on how busy this machine is."""
+    """Measure idle shares, speeds and bytes; `speed=False` leaves out whatever depends on the machine's other load."""
     rows = [counted_row(work, batches) for work in ("decode", "prefill") for batches in (1, 2, 4, 8)]
     if speed:
         rows += [measured_row(model, device, batches) for batches in (1, 2, 3)]
@@ -52,14 +52,14 @@ def counted_row(work: str, batches: int) -> dict[str, object]:
 
 
 def make_llm(model: str, device: str, **options: object) -> LLM:
-    """An engine with all that its layout can use: graphs everywhere, and the megakernel on one rank."""
+    """Make an engine with all ideas that its layout can use: graphs everywhere, and the megakernel on one rank."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     more = {"gpu_memory_utilization": 0.3} if device == "cuda" else {"num_kvcache_blocks": 512}
     return LLM(model, device=device, dtype=dtype, max_num_seqs=64, enable_prefix_caching=False, **more, **options)
 
 
 def measured_row(model: str, device: str, batches: int) -> dict[str, object]:
-    """The idle share of a real engine that decodes 32 requests, from what its stages recorded."""
+    """Measure the idle share of a real engine that decodes 32 requests, from the times that its stages recorded."""
     with tempfile.TemporaryDirectory() as folder:
         trace = f"{folder}/trace.jsonl"
         options = {"pipeline_parallel_size": STAGES, "num_micro_batches": batches, "trace": trace}
@@ -80,7 +80,7 @@ def idle_shares(trace: str, llm: LLM) -> list[float]:
 
 
 def speed_rows(layout: str, llm: LLM) -> list[dict[str, object]]:
-    """Tokens per second of a layout, for each load."""
+    """Measure a layout's tokens per second for each load."""
     num_tokens, rows = 128 if llm.device.type == "cuda" else 8, []
     for name, count in LOADS.items():
         times = [answer(llm, count, PROMPT, num_tokens) for _ in range(SAMPLES + 1)][1:]  # the first to warm up
@@ -90,7 +90,7 @@ def speed_rows(layout: str, llm: LLM) -> list[dict[str, object]]:
 
 
 def bytes_row(model: str, name: str) -> dict[str, object]:
-    """Bytes on the cable between two hosts for every decoded token, both directions, with four requests at a time."""
+    """Count the bytes on the cable between two hosts per decoded token, both directions, four requests at a time."""
     command = ["-m", "benchmarks.micro.pipeline", model, json.dumps(LAYOUTS[name])]  # this file as a program
     with two_hosts.two_hosts() as hosts:
         processes = [hosts.start(host, two_hosts.torchrun(host, command), stdout=subprocess.PIPE) for host in range(2)]
@@ -102,7 +102,7 @@ def bytes_row(model: str, name: str) -> dict[str, object]:
 
 
 def count_bytes(model: str, layout: str) -> None:
-    """A rank of `bytes_row`: generate, and print what has passed through this host's end of the cable."""
+    """Run a rank of `bytes_row`: generate, and print the bytes that passed this host's end of the cable."""
     llm = make_llm(model, "cpu", **json.loads(layout))
     counts = [sent_by_both()]
     for num_tokens in (1, 1, 9):

@@ -1,7 +1,7 @@
 """Stage F's prefill: time to the first token by length of the prompt, with CUDA graphs and without (GPU).
 
-The prompt is new each time, nothing of it is in a prefix cache, and the clock runs from the call of `generate` to its
-return. In addition: what one launch costs the CPU when it comes from PyTorch, from Triton, and from a graph.
+Each prompt is new, so no prefix cache helps, and the clock runs from the call of `generate` to its return. The study
+also measures the CPU's cost of a launch from PyTorch, from Triton, and from a graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAUNCHES = 1000
 
 
 def measure(model: str = "random:qwen2.5-0.5b") -> dict:
-    """One prompt of each length through two engines, and the cost of launches."""
+    """Time one prompt of each length in two engines, and the cost of launches."""
     rows = []
     options = {"device": "cuda", "max_model_len": LENGTHS[-1] + 1, "enable_prefix_caching": False}
     for graphs in (False, True):
@@ -46,7 +46,7 @@ def _time_to_first_token(llm: LLM, length: int) -> list[float]:
 
 
 def launch_costs() -> dict[str, float]:
-    """Seconds per kernel, which writes one number: from Python the CPU's, in a graph the GPU's."""
+    """Return seconds per kernel that writes one number: the CPU's from Python, the GPU's in a graph."""
     from benchmarks.micro._kernels import add_one_kernel  # Triton, which not every system has
 
     x = torch.zeros(1, device="cuda")

@@ -4,15 +4,14 @@
     python -m benchmarks.micro quantized part=kernels    # timed on a GPU, as `step` is
 
 *bytes*: the bytes that a decode step reads, by the shapes of the models, and how many sequences fit next to the
-    weights. The engine loads each model on PyTorch's `meta` device, so the bytes are counted from its tensors. On a GPU
-    it also measures
-what activations take, so somewhat fewer sequences fit there. *kernels*: every launch of a CUDA graph reads another copy
-of the weights or another part of the pool, `CYCLE_BYTES` in all, several times the L2 cache. *step*: a CUDA graph of a
-step as the engine runs it, next to the floor of its bytes. *quality*: every answer of the tutor's FAQ in a forward pass
-after its question, in the wording that it was trained on and in wordings that it never saw. An answer is exact if the
-best token is its own at every position; KL is the mean over positions of KL(unquantised || quantised), in nats. A
-`random:` model has no answers: it reads the same text. *library*: the stored values of torchao, and the quality of the
-transformers model with torchao's layers.
+weights. The engine loads each model on PyTorch's `meta` device, so the bytes are counted from its tensors. On a GPU it
+also measures the memory of activations, so somewhat fewer sequences fit there. *kernels*: every launch of a CUDA graph
+reads another copy of the weights or another part of the pool, `CYCLE_BYTES` in all, several times the L2 cache. *step*:
+a CUDA graph of a step as the engine runs it, compared with the floor of its bytes. *quality*: every answer of the
+tutor's FAQ in a forward pass after its question, in the wording that it was trained on and in unseen wordings. An
+answer is exact if its token is the best one at every position; KL is the mean over positions of
+KL(unquantised || quantised), in nats. A `random:` model has no answers: it reads the same text. *library*: the values
+that torchao stores, and the quality of the transformers model with torchao's layers.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ DTYPE, BLOCK_SIZE, LONGEST = torch.bfloat16, 64, 4096
 
 
 def measure(part: str = "bytes", device: str = "auto", models: tuple[str, ...] = MODELS) -> dict:
-    """One part of the study.
+    """Measure one part of the study.
 
     Args:
         part: bytes, kernels, step, quality or library.
@@ -60,7 +59,7 @@ def measure(part: str = "bytes", device: str = "auto", models: tuple[str, ...] =
         models: of `step`.
 
     Raises:
-        ValueError: there is no such part, or no GPU or library that it needs.
+        ValueError: the part does not exist, or a GPU or library that it needs is missing.
     """
     given = {"step": {"models": models}, "quality": {"device": device}}.get(part, {})
     return {"part": part} | chosen(PARTS, part, on_gpu=("kernels", "step"))(**given)
@@ -82,7 +81,7 @@ SEQUENCE = 4096  # tokens of the sequences that should fit
 
 
 def count_bytes() -> dict:
-    """Bytes of a step of every model, for both batches, in every combination; sequences that also fit."""
+    """Count the bytes of a step of every model, for both batches and all formats, and the sequences that fit."""
     rows, fits = [], []
     for model, (kind, options) in itertools.product(MODELS, READ.items()):
         cost = QuantizedBytes(ModelBytes(preset_config(model), 2), Options(**options))
@@ -97,7 +96,7 @@ def count_bytes() -> dict:
 
 
 def load_shapes(model: str, options: dict[str, object]) -> Runtime:
-    """The engine's model and pool of a GPU, without memory."""
+    """Load the engine's model and pool for a GPU, without memory."""
     chosen = Options(**options, attention_backend="reference", kvcache_block_size=BLOCK_SIZE)
 
     def build(config: object, backend: object, max_model_len: int, tensors: object, *rest: object) -> object:
@@ -107,12 +106,12 @@ def load_shapes(model: str, options: dict[str, object]) -> Runtime:
 
 
 def weight_bytes(runtime: Runtime) -> int:
-    """Memory of all weights with their scales; a tied embedding once."""
+    """Return the bytes of all weights with their scales; a tied embedding counts once."""
     return sum(parameter.nbytes for parameter in runtime.model.parameters())
 
 
 def sequences_that_fit(runtime: Runtime, memory: int) -> int:
-    """Return how many sequences fit at the same time in the memory that the weights leave to the engine."""
+    """Return how many sequences fit together in the memory that the weights leave."""
     share = Options.gpu_memory_utilization
     budget = int(memory * share) - weight_bytes(runtime)
     try:
@@ -131,7 +130,7 @@ DECODES = ("decode 1 × 1024", "decode 32 × 640", "decode 32 × 4096", "prefill
 
 
 class Matrix(NamedTuple):
-    """A matrix of a model, and what the layer does with its product: product | gate_up | add."""
+    """A matrix of a model, and the layer's use of its product: product | gate_up | add."""
 
     name: str
     kind: str
@@ -148,7 +147,7 @@ MATRICES = (
 
 
 def time_products() -> Iterator[dict]:
-    """Every matrix in every format at every number of tokens."""
+    """Time every matrix in every format at every number of tokens."""
     for matrix, name in itertools.product(MATRICES, COLUMNS):
         torch.manual_seed(0)
         weight = torch.randn(matrix.rows, matrix.columns, device="cuda", dtype=DTYPE) * matrix.columns**-0.5
@@ -162,7 +161,7 @@ def time_products() -> Iterator[dict]:
 
 
 def product_of(matrix: Matrix, weight: Tensor | Quantized, tokens: int) -> Callable[[], object]:
-    """What a layer does with the matrix: fused with its neighbours for few tokens, the product alone for many."""
+    """Return a layer's use of the matrix: fused with its neighbours for few tokens, the product alone for many."""
     from beyond.quantization import products  # here: Triton is needed on a GPU alone
     from stage_f_graph_tp.kernels import skinny_gemm
 
@@ -185,7 +184,7 @@ def product_of(matrix: Matrix, weight: Tensor | Quantized, tokens: int) -> Calla
 
 
 def time_attention() -> Iterator[dict]:
-    """A decode and a prefill kernel over caches in every format."""
+    """Time a decode and a prefill kernel over caches in every format."""
     from beyond.quantization.attention.triton_paged import KERNELS
     from stage_d_paged.attention.triton_paged import TritonAttention
 
@@ -215,7 +214,7 @@ STEPS: dict[str, dict[str, object]] = {
 
 @torch.inference_mode()
 def time_steps(models: tuple[str, ...] = MODELS) -> dict:
-    """Every model in every format at every number of rows."""
+    """Time every model in every format at every number of rows."""
     found = []
     for name, (kind, words) in itertools.product(models, STEPS.items()):
         options = Options(**words, max_model_len=LONGEST)
@@ -230,14 +229,14 @@ def time_steps(models: tuple[str, ...] = MODELS) -> dict:
 
 
 def bytes_read(runtime: Runtime) -> int:
-    """What one step reads of the weights; of an embedding that is not the LM head, nothing to speak of."""
+    """Return the bytes of weights that one step reads. An embedding that is not also the LM head hardly counts."""
     model = runtime.model
     unread = set() if model.lm_head is model.embed_tokens else set(map(id, model.embed_tokens.parameters()))
     return sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values() if id(p) not in unread)
 
 
 def step_of(runtime: Runtime, rows: int, eight_bits: bool) -> Callable[[], object]:
-    """A decode step of `rows` requests, as the engine runs it."""
+    """Make a decode step of `rows` requests, as the engine runs it."""
     arguments = step_arguments(runtime.model.config, rows, CONTEXT, BLOCK_SIZE)
     if not eight_bits and rows <= most_rows(runtime.config) and (kernel := choose_decode_step(runtime)) is not None:
         return launch_of(kernel, arguments)
@@ -280,7 +279,7 @@ class Text(NamedTuple):
 
 
 def rate_quality(device: str = "auto") -> dict:
-    """Every model in every format, compared with itself unquantised (float32 on a CPU, bfloat16 on a GPU)."""
+    """Compare every model in every format with itself unquantised (float32 on a CPU, bfloat16 on a GPU)."""
     texts, rows = read_texts(), []
     for name in ("tutor", "random:qwen2.5-0.5b"):
         own = texts if name == "tutor" else texts[:RANDOM_TEXTS]
@@ -297,7 +296,7 @@ def rate_quality(device: str = "auto") -> dict:
 
 
 def read_texts() -> list[Text]:
-    """The FAQ in its own wording, then in unseen ones."""
+    """Read the FAQ in the trained wording, then in unseen wordings."""
     tokenizer = load_tokenizer(resolve("tutor"))
     answers = {entry["question"]: entry["answer"] for entry in read_faq()}
     lines = (TUTOR_PATH / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
@@ -320,12 +319,12 @@ def load(name: str, device: str, dtype: str, options: dict[str, object]) -> Runt
 
 @torch.inference_mode()
 def logits_of(runtime: Runtime, text: Text) -> Tensor:
-    """The logits before each token of the answer, float32 `[answer tokens, vocab]`."""
+    """Return the logits before each token of the answer, float32 `[answer tokens, vocab]`."""
     return runtime.model.compute_logits(states_of(runtime, text.ids[:-1])[text.first - 1 :]).float()
 
 
 def states_of(runtime: Runtime, ids: list[int]) -> Tensor:
-    """The final states of all positions of one text, `[tokens, hidden]`."""
+    """Return the final states of all positions of one text, `[tokens, hidden]`."""
     length, device = len(ids), runtime.device
     blocks = -(-length // runtime.block_size)
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
@@ -336,7 +335,7 @@ def states_of(runtime: Runtime, ids: list[int]) -> Tensor:
 
 
 def compare(reference: list[Tensor], logits: list[Tensor]) -> dict[str, float]:
-    """The largest logit error and the mean KL divergence from `reference`."""
+    """Return the largest logit error and the mean KL divergence from `reference`."""
     pairs = list(zip(reference, logits, strict=True))
     divergence = 0.0
     for before, after in pairs:
@@ -347,7 +346,7 @@ def compare(reference: list[Tensor], logits: list[Tensor]) -> dict[str, float]:
 
 
 def score(texts: list[Text], logits: list[Tensor]) -> dict[str, float]:
-    """Exact answers to known wordings; right starts of answers to unseen ones, and their perplexity."""
+    """Count exact answers to known wordings and right starts of answers to unseen ones; compute their perplexity."""
     known, unseen, losses = [], [], []
     for text, found in zip(texts, logits, strict=True):
         targets = torch.tensor(text.ids[text.first :], device=found.device)
@@ -368,7 +367,7 @@ FORMAT_OF = {"int8": ("int8", None), "int8 / 128": ("int8", 128), "fp8": ("fp8",
 
 @torch.inference_mode()
 def compare_library() -> dict:
-    """The tutor's weights in each format, by torchao."""
+    """Quantise the tutor's weights in each format with torchao, and compare."""
     try:
         import torchao.quantization as ao
     except ModuleNotFoundError as error:
@@ -393,7 +392,7 @@ def compare_library() -> dict:
 
 
 def compare_values(theirs: dict[str, Tensor], form: str, group: int | None) -> dict[str, int]:
-    """How many stored values are not ours, before and after ours are made with the library's scales."""
+    """Count the stored values that differ from ours, with our own scales and with the library's."""
     from safetensors.torch import load_file
 
     found = dict.fromkeys(("values", "differ", "differ_at_their_scale"), 0)

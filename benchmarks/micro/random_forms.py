@@ -1,10 +1,9 @@
 """Grammar libraries on random constraints: what they refuse, what they get wrong, and the time per token.
 
 Each constraint is a random JSON schema, regular expression or grammar, and gets random answers: at every token one of
-    those
-that the library allows. An answer that has ended is read by another program (`beyond/structured/answers.py`). One that
-fails is wrong: the library has allowed what its constraint forbids. *The engine* is llguidance with the checks on
-arrival of `beyond/structured`; there a wrong answer ends as its request's error.
+those that the library allows. Another program checks every complete answer (`beyond/structured/answers.py`). If the
+check fails, the library has allowed what its constraint forbids. *The engine* is llguidance with the checks on
+arrival of `beyond/structured`; there a wrong answer ends its request with an error.
 
     pip install xgrammar==0.2.8                 # no dependency of the course; without it, its rows are left out
     python -m benchmarks.micro random_forms minutes=10 only='the engine'    # new constraints, for ten minutes
@@ -166,7 +165,7 @@ def measure(
 ) -> dict:
     """Count and time each kind of constraint with each library, or with one, on the tutor's vocabulary.
 
-    With `minutes`, new constraints are tried for at least as long.
+    With `minutes`, new constraints are tried for at least that long.
     """
     source = resolve("tutor")
     tokenizer = load_tokenizer(source)
@@ -238,7 +237,7 @@ def try_forms(
 
 
 def answer(compiled: Compiled, walker: Walker, tokenizer: Any, spent: list) -> str | bool | None:
-    """A random answer; None if it became too long, False if nothing could come next."""
+    """Make a random answer; None if it became too long, False if no token was allowed."""
     ids: list[int] = []
     for _ in range(MOST_TOKENS):
         start = time.perf_counter()

@@ -1,15 +1,15 @@
-"""A pretrained model: right guesses, sizes of nuclei, and what 8 bits lose.
+"""A pretrained model: acceptance of guesses, sizes of nuclei, and the loss from 8 bits.
 
     make real-model                                        # builds the model: Gemma 3 270M
     python -m benchmarks.micro real_model part=guesses     # or nuclei, quality: counts, nothing is timed
 
-The texts are on every machine: this course's lessons and programs, and the documentation strings of Python's standard
-library; a file of results has their hashes. *guesses*: the model writes on, greedily and as a chat samples, behind
-prompts of four kinds. A guess is right if it is the token that the model took, and those before it are right; so each
-guess can be read off one pass over the finished text. Look-up is the engine's. *First layers* are the model's own,
+The texts are on every machine: this course's lessons and programs, and the docstrings of Python's standard library; a
+results file has their hashes. *guesses*: the model continues prompts of four kinds, greedily and with a chat's
+sampling. A guess is right if it is the token that the model chose, and all guesses before it are right; so all guesses
+can be judged in one pass over the finished text. Look-up is the engine's. *First layers* are the model's first layers
 with its last norm and its LM head: no smaller Gemma is at hand, and nothing was trained. Every step that can guess
-guesses; the engine's pauses are not counted. *nuclei*: how many tokens a filter keeps per position. *quality*: the
-next token at every position, in every format, against float32 of the same dequantised weights.
+guesses; the engine's pauses are not counted. *nuclei*: how many tokens a filter keeps per position. *quality*: the next
+token at every position, in every format, compared with float32 of the same dequantised weights.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ MODULES += ("subprocess", "tarfile", "threading", "unittest", "zipfile")
 
 
 def measure(part: str = "guesses", texts: int = 20) -> dict:
-    """One part.
+    """Measure one part of the study.
 
     Args:
         part: guesses, nuclei or quality.
         texts: of `quality`, an even number; each has 1,024 tokens.
 
     Raises:
-        ValueError: there is no such part, or the model has not been built.
+        ValueError: the part does not exist, or the model has not been built.
     """
     work = chosen(PARTS, part)
     if not MODEL.is_dir():
@@ -67,7 +67,7 @@ def measure(part: str = "guesses", texts: int = 20) -> dict:
 
 @cache
 def texts_of() -> dict[str, str]:
-    """What is read, by name: the course's English lessons and programs, and documentation strings."""
+    """Return the texts by name: the course's English lessons and programs, and docstrings."""
     rooms = ("stage_*/**", "beyond/**", "docs")
     pages = sorted(p for room in rooms for p in ROOT.glob(f"{room}/*.md") if not p.name.endswith(".zh-CN.md"))
     files = {"pages": pages, "programs": [ROOT / program for program in PROGRAMS]}
@@ -76,7 +76,7 @@ def texts_of() -> dict[str, str]:
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """The documentation strings of `MODULES`, of their functions and of their classes, with their names."""
+    """Return the docstrings of `MODULES` and of their functions and classes, with their names."""
     seen = set()
     for name in MODULES:
         module = importlib.import_module(name)
@@ -99,12 +99,12 @@ def encode(text: str) -> list[int]:
 
 
 def begin() -> list[int]:
-    """The token that begins a text."""
+    """Return the token that begins a text."""
     return [tokenizer().bos_token_id]
 
 
 def spread(ids: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """This many pieces of a text, at equal distances."""
+    """Cut this many pieces out of a text, at equal distances."""
     starts = [i * (len(ids) - length) // count for i in range(count)]
     return [list(ids[start : start + length]) for start in starts]
 
@@ -118,7 +118,7 @@ ANSWERS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7, "top_
 
 
 def count_guesses() -> dict:
-    """Every kind of text, greedy and sampled: how many guesses of a draft are right, by what guesses."""
+    """Count the right guesses of a draft, for every kind of text, greedy and sampled, and each way to guess."""
     kinds, rows = make_prompts(), []
     flat = [prompt for prompts in kinds.values() for prompt in prompts]
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -155,7 +155,7 @@ def is_prose(paragraph: str) -> bool:
 
 
 def rows_of(model: object, prompts: list, answers: list, what: dict) -> list[dict]:
-    """A row for each thing that guesses: steps with a draft, by how many of its guesses were right."""
+    """Return a row for each way to guess: steps with a draft, by the number of right guesses."""
     runs = {"look-up": [looked_up(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]}
     if what["answers"] == "greedy":
         layers = (*LAYERS, model.config.num_hidden_layers)
@@ -177,7 +177,7 @@ def rows_of(model: object, prompts: list, answers: list, what: dict) -> list[dic
 
 @torch.inference_mode()
 def agreements(model: object, prompt: list[int], answer: list[int], layers: Sequence[int]) -> dict[int, list[bool]]:
-    """By the number of first layers: whether they would have taken each token of an answer behind those before it."""
+    """Tell, by the number of first layers, whether these would have chosen each token of an answer."""
     ids, taken = torch.tensor([prompt + answer[:-1]]), torch.tensor(answer)
     states = model.model(ids, output_hidden_states=True).hidden_states  # the last one is behind the norm
     found = {}
@@ -189,7 +189,7 @@ def agreements(model: object, prompt: list[int], answer: list[int], layers: Sequ
 
 
 def run_lengths(right: list[bool]) -> list[int]:
-    """At each position, how many guesses from there on are right before the first wrong one."""
+    """Count, at each position, the right guesses before the first wrong one."""
     found = [0] * (len(right) + 1)
     for at in reversed(range(len(right))):
         found[at] = found[at + 1] + 1 if right[at] else 0
@@ -197,7 +197,7 @@ def run_lengths(right: list[bool]) -> list[int]:
 
 
 def looked_up(prompt: list[int], answer: list[int]) -> list[int | None]:
-    """At each position of the answer, how many looked-up guesses are right; None where there are none."""
+    """Count the right looked-up guesses at each position of the answer; None where there are no guesses."""
     drafter, text = NgramDrafter(MOST), SimpleNamespace(token_ids=list(prompt), memory=None)
     found: list[int | None] = []
     for at, token in enumerate(answer):
@@ -209,7 +209,7 @@ def looked_up(prompt: list[int], answer: list[int]) -> list[int | None]:
 
 
 def chain(runs: list[list[int | None]], draft: int) -> tuple[list[int], int]:
-    """Step through answers with drafts of this length: steps by right guesses, and steps without a draft."""
+    """Step through answers with drafts of this length; returns steps by right guesses, and steps without a draft."""
     counted, plain = [0] * (draft + 1), 0
     for own in runs:
         at = 1  # the prompt's own step gives the first token
@@ -224,20 +224,20 @@ def chain(runs: list[list[int | None]], draft: int) -> tuple[list[int], int]:
 
 
 def is_again(ids: list[int], at: int, size: int = 4) -> bool:
-    """Whether the last few tokens up to here have come before in the answer itself."""
+    """Tell whether the last few tokens up to here occurred earlier in the answer."""
     last = ids[at - size + 1 : at + 1]
     return at >= size and any(ids[i : i + size] == last for i in range(at - size + 1))
 
 
 def bytes_by_layers(model: object) -> dict[str, float]:
-    """What one pass of the first layers reads of the weights, of what a pass of the model reads."""
+    """Return the share of the model's weights that a pass of the first layers reads."""
     head = model.lm_head.weight.numel()
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     return {str(count): (head + sum(layers[:count])) / (head + sum(layers)) for count in LAYERS}
 
 
 def by_text(result: dict) -> list[dict]:
-    """The rows with what is made of them: tokens per step, and P(k right)."""
+    """Add tokens per step and P(k right) to the rows."""
     found = []
     for row in result["rows"]:
         drafts, steps = sum(row["right"]), sum(row["right"]) + row["plain"]
@@ -251,7 +251,7 @@ def by_text(result: dict) -> list[dict]:
 
 
 def of_layers(result: dict, text: str) -> str:
-    """How many of four guesses of the first layers are right, by how many layers guess."""
+    """Return how many of four guesses of the first layers are right, by the number of layers."""
     means = {row["by"]: row["mean"] for row in by_text(result) if (row["text"], row["drafted"]) == (text, 4)}
     return ", ".join(f"{means[name]:.2f}" for name in FIRST_LAYERS)
 
@@ -264,7 +264,7 @@ MIN_P, TEMPERATURES, QUANTILES, SHORT_LIST = 0.05, (0.7, 1.0), (10, 25, 50, 75, 
 
 
 def count_nuclei() -> dict:
-    """Sizes of nuclei: of the model on its texts, and of random weights as the study `sampling` measures them."""
+    """Count the sizes of nuclei: of the model on its texts, and of random weights as in the study `sampling`."""
     rows, texts = [], texts_of()
     runtime = load(str(MODEL), "cpu", "float32", {})
     for name in ("pages", "docstrings"):
@@ -283,7 +283,7 @@ def count_nuclei() -> dict:
 
 @torch.inference_mode()
 def sizes(what: dict, runtime: Runtime, texts: list[list[int]]) -> list[dict]:
-    """A row for each filter and temperature: the tokens that it keeps, over all positions."""
+    """Return a row for each filter and temperature: the tokens that it keeps, over all positions."""
     found: dict[tuple[str, float], list[int]] = {}
     for ids in texts:
         for states in states_of(runtime, ids).split(64):
@@ -320,7 +320,7 @@ SUMS = ("positions", "loss", "kl", "equal", "sure", "sure_equal")
 
 @torch.inference_mode()
 def rate_quality(count: int) -> dict:
-    """Perplexity and equal next tokens of every format, by kind of text."""
+    """Measure perplexity and equal next tokens of every format, by kind of text."""
     runtimes = {"float32": load(str(MODEL), "cpu", "float32", {})}
     runtimes |= {kind: load(str(MODEL), "cpu", "float32", options) for kind, options in KINDS.items()}
     rows = []
@@ -336,9 +336,9 @@ def rate_quality(count: int) -> dict:
 
 
 def compare(runtimes: dict[str, Runtime], ids: list[int]) -> dict[str, Tensor]:
-    """Every format's `SUMS` over every `EVERY`th position of a text; the first one is what they are compared with.
+    """Compute every format's `SUMS` over every `EVERY`th position of a text; the first format is the reference.
 
-    Sure is a position where that one gives its best token more than a half.
+    A position is *sure* if the reference gives its best token a probability above one half.
     """
     states = {kind: states_of(runtime, ids)[:-1][::EVERY].split(256) for kind, runtime in runtimes.items()}
     found = {kind: torch.zeros(len(SUMS), dtype=torch.float64) for kind in runtimes}
@@ -357,7 +357,7 @@ def compare(runtimes: dict[str, Runtime], ids: list[int]) -> dict[str, Tensor]:
 
 
 def losses(result: dict) -> list[dict]:
-    """The formats over all texts, with what is made of the sums."""
+    """Combine the sums of each format over all texts."""
     texts = dict.fromkeys(row["text"] for row in result["rows"])
 
     def made(kind: str, rows: list[dict]) -> dict:

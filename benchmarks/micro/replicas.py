@@ -1,7 +1,8 @@
 """Tensor parallelism or replicas: the time of a decode step for 1 to 512 requests, on one GPU and on two.
 
-Two replicas share the requests of one address, so N requests in all are N / 2 on each, and a step takes what it takes
-one GPU for N / 2. Two ranks of tensor parallelism run all N in one step. Both ways use two GPUs; the faster step wins.
+Two replicas share the requests of one address: of N requests each gets N / 2, so a step takes as long as on one GPU
+with N / 2 requests. Two ranks of tensor parallelism run all N in one step. Both ways use two GPUs; the faster step
+wins.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PROMPT, STEPS, REPEATS = 128, 32, 3
 
 
 def measure(model: str = "random:qwen2.5-7b") -> dict:
-    """Seconds of a step with one rank and with two; needs two GPUs."""
+    """Measure the seconds of a step with one rank and with two; needs two GPUs."""
     rows = []
     for ranks in (1, 2):
         options = {"tensor_parallel_size": ranks, "max_num_seqs": REQUESTS[-1], "max_model_len": 2 * (PROMPT + STEPS)}
@@ -30,7 +31,7 @@ def step_rows(ranks: int, llm: LLM) -> list[dict[str, object]]:
 
 
 def samples_of(llm: LLM, count: int) -> list[float]:
-    """Seconds per decode step of `count` requests."""
+    """Return samples of the seconds per decode step of `count` requests."""
 
     def generate(num_tokens: int) -> float:
         start, end = answer(llm, count, PROMPT, num_tokens)
@@ -40,6 +41,6 @@ def samples_of(llm: LLM, count: int) -> list[float]:
 
 
 def at_equal_totals(rows: list[dict]) -> list[dict]:
-    """A row per number of requests in all: the samples of tensor parallelism, and of two replicas with half of them."""
+    """Return a row per total of requests: samples of tensor parallelism, and of two replicas with half of them."""
     samples = {(row["ranks"], row["requests"]): row["samples"] for row in rows}
     return [{"requests": n, "sharded": samples[2, n], "replicas": samples[1, max(n // 2, 1)]} for n in REQUESTS]

@@ -1,8 +1,9 @@
-"""What a request's sampling parameters cost per step: greedy against filters, penalties and logprobs.
+"""The cost of sampling parameters per step: greedy compared with filters, penalties and logprobs.
 
 The time of a decode step is (T(129) - T(1)) / 128, with 512 tokens in each prompt. *Flat* logits come from random
-weights: a nucleus of tens of thousands of tokens. *Peaked* ones, of the same model with its last norm scaled, have a
-nucleus of a few, somewhat fewer than a trained model's (the study `real_model`). The prefix cache is off.
+weights: their nucleus has tens of thousands of tokens. *Peaked* ones come from the same model with its last norm
+scaled: their nucleus has a few tokens, somewhat fewer than a trained model's (the study `real_model`). The prefix cache
+is off.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def measure(
     size: str = "gpu",
     repeats: int = 3,
 ) -> dict:
-    """Seconds per decode step of every kind and number of requests, and of `mixed`, flat and peaked."""
+    """Measure the seconds per decode step of every kind and number of requests, and of `mixed`, flat and peaked."""
     rows = []
     for name in engines:
         work = partial(measure_engine, requests=requests, kinds_of_logits=logits, size=size, repeats=repeats)

@@ -1,7 +1,7 @@
-"""What the watermark is worth, counted in steps and tokens: the same on every machine, no model needed.
+"""The gain of the watermark, counted in steps and tokens: the same on every machine, without a model.
 
 Stage E's scheduler and engine serve 16 requests of 8 in / 60 out in a tight pool, 40 blocks of 4, with the watermark
-and its doubling and without them; the model takes no time and makes up its tokens. The pictures are timelines of the
+and its doubling and without them. The model takes no time and makes up its tokens. The pictures are timelines of the
 tight pool, and of a few requests on few batch slots: in static batches, in chunks and whole.
 """
 
@@ -24,7 +24,7 @@ from stage_e_batching.trace import Trace
 
 
 class NoWatermark(rules.Scheduler):
-    """Admits whatever fits."""
+    """Admits every request that fits."""
 
     def watermark(self, sequence: BatchSequence) -> int:
         return 0
@@ -70,13 +70,13 @@ def traced(
 
 
 def tight_pool(scheduler_class: type[rules.Scheduler]) -> list[dict]:
-    """The steps of 16 requests of 8 in / 60 out in 40 blocks of 4."""
+    """Return the steps of 16 requests of 8 in / 60 out in 40 blocks of 4."""
     pool = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     return traced([(8, 60)] * 16, scheduler_class, **pool, enable_prefix_caching=False)
 
 
 def counts(records: list[dict]) -> dict[str, int]:
-    """Preemptions, and tokens that were computed again."""
+    """Count preemptions, and tokens that were computed again."""
     return {
         "preemptions": sum(len(record["preempted"]) for record in records),
         "recomputed": sum(record["num_recomputed"] for record in records),
@@ -84,7 +84,7 @@ def counts(records: list[dict]) -> dict[str, int]:
 
 
 def measure() -> dict:
-    """Counts; no sample differs from another."""
+    """Count; all samples are equal."""
     steps = {name: tight_pool(rule) for name, rule in POOLS.items()}
     return {
         "rows": [
@@ -95,7 +95,7 @@ def measure() -> dict:
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:
-    """The timelines: counted anew, as they need every step."""
+    """Draw the timelines; they are counted again, because they need every step."""
     found = {"timeline": draw_chunks(True), "timeline_whole": draw_chunks(False), "static": draw_static()}
     return {f"stage_e_batching/{name}.svg": own for name, own in (found | {"watermark": draw_watermark()}).items()}
 

@@ -1,7 +1,7 @@
-"""What a read moves: bytes out of the memory and passes through the L1 cache, counted by the GPU (Nsight Compute).
+"""The traffic of a read: bytes from memory and passes through the L1 cache, counted by the GPU (Nsight Compute).
 
-Stage C's three kernels on one row of Qwen2.5-0.5B's MLP, and the reads at growing distances of `coalescing`. The GPU's
-own counters say what a model of it can only assume: `ncu` runs this module as a program, and reads them.
+Measured are stage C's three kernels on one row of Qwen2.5-0.5B's MLP, and the reads at growing distances of
+`coalescing`. The GPU's counters show what a model of the GPU can only assume: `ncu` runs this module and reads them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ COUNTERS = {
 
 
 def measure() -> dict:
-    """Counters of every kernel; of a kernel with two launches their sum.
+    """Return the counters of every kernel; those of two launches are added.
 
     Raises:
-        ResultsError: `ncu` is missing, or may not read the counters.
+        ResultsError: `ncu` is missing or is not allowed to read the counters.
     """
     if shutil.which("ncu") is None:
         raise ResultsError("sectors needs Nsight Compute: `ncu` was not found")

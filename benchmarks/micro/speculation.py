@@ -1,6 +1,6 @@
 """Speculative decoding: the cost of a verification compared with a decode step, and the gain that pays for it.
 
-The acceptance is scripted (`_scripted.py`), but for the tutor's own text: there drafts are right as often as they are.
+The acceptance is scripted (`_scripted.py`), except for the tutor's text, where it is the real one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COUNTS = ("num_steps", "num_generated_tokens", "num_draft_tokens", "num_accepted
 
 
 def measure(model: str = "random:qwen2.5-0.5b") -> dict:
-    """Measure every draft length in a separate engine: stage F's steps, and steps with drafts, by batch size."""
+    """Measure every draft length in a separate engine: stage F's steps and steps with drafts, by batch size."""
     rows, sizes = [], {"max_model_len": 4096, "max_num_batched_tokens": 4096, "max_num_seqs": max(BATCHES)}
     for draft in DRAFTS:
         options = sizes | {"num_speculative_tokens": draft, "enable_prefix_caching": False}
@@ -42,9 +42,9 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
 
 
 def measure_draft(draft: int, llm: ScriptedLLM) -> list[dict]:
-    """Steps without drafts, with accepted ones, with wrong ones, and with a search that finds none.
+    """Time steps without drafts, with accepted drafts, with wrong drafts, and with a search that finds none.
 
-    "looking" samples at temperature 1 from nearly equal scores, where no n-gram comes up twice.
+    "looking" samples at temperature 1 from nearly equal scores, so that no n-gram occurs twice.
     """
     greedy, noisy = (SamplingParams(temperature=t, seed=0, max_tokens=TOKENS, ignore_eos=True) for t in (0.0, 1.0))
     ngram, plain = llm.engine.drafts.drafter, partial(llm.script, None)
@@ -67,7 +67,7 @@ def measure_draft(draft: int, llm: ScriptedLLM) -> list[dict]:
 
 
 def measure_pair() -> dict:
-    """Measure one request of the large model: without drafts, with look-up, and with the small model's drafts."""
+    """Time one request of the large model: without drafts, with look-up, and with the small model's drafts."""
     limits = {"max_model_len": 2048, "max_num_batched_tokens": 512, "max_num_seqs": 1}
     limits |= {"num_speculative_tokens": DRAFTED, "enable_prefix_caching": False}
     greedy, (model, draft_model) = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True), PAIR
@@ -82,9 +82,9 @@ def measure_pair() -> dict:
 
 
 def measure_text() -> list[dict]:
-    """The tutor's own text: what look-up and the tutor's draft model gain. Steps and tokens are counts.
+    """Count the steps that look-up and the tutor's draft model save on the tutor's text.
 
-    Asked once, and asked the same again after its answer, which is then in the prompt.
+    Each question is asked once, and then again after its answer, which is then part of the prompt.
     """
     once = [[{"role": "user", "content": entry["question"]}] for entry in read_faq()[:QUESTIONS]]
     outputs = with_engine(lambda llm: llm.chat(once, GREEDY), LLM, "tutor", speculation="off", max_num_seqs=8)
@@ -105,9 +105,9 @@ def measure_text() -> list[dict]:
 
 
 def measure_tutor() -> dict[str, list[float]]:
-    """Seconds per token of the tutor's answers by turns, without and with look-up, one question at a time.
+    """Time the tutor's answers without and with look-up in turns, one question at a time: seconds per token.
 
-    They hardly repeat themselves, and on a GPU such a step is short, so the host's work for drafts shows.
+    The answers hardly repeat themselves, and a step is short on a GPU, so the host's work for drafts becomes visible.
     """
     questions = [[{"role": "user", "content": entry["question"]}] for entry in read_faq()[:QUESTIONS]]
 
@@ -125,25 +125,25 @@ def measure_tutor() -> dict[str, list[float]]:
 
 
 def medians_of(result: dict) -> dict[tuple[str, int, int], float]:
-    """(way, drafted tokens, requests) -> median seconds per token."""
+    """Map (way, drafted tokens, requests) to the median seconds per token."""
     return medians(result["rows"], "way", "draft", "batch")
 
 
 def break_even(result: dict, draft: int) -> dict[int, float]:
-    """Requests -> tokens of a draft that must be right, or the step takes longer than it gains."""
+    """Map requests to the number of right guesses per draft from which a verification pays."""
     found, rows = medians_of(result), [r for r in result["rows"] if (r["way"], r["draft"]) == ("accepted", draft)]
     ratios = {r["batch"]: found["accepted", draft, r["batch"]] / found["plain", draft, r["batch"]] for r in rows}
     return {r["batch"]: ratios[r["batch"]] * r["tokens_per_step"] - 1 for r in rows}
 
 
 def most_extra(result: dict, way: str, before: str) -> float:
-    """% of the time per token that one way takes more than another, the most of all requests and drafts."""
+    """Return by how many percent one way is slower than another, at most, over all requests and drafts."""
     found = medians_of(result)
     return max(100 * (seconds / found[before, *key] - 1) for (name, *key), seconds in found.items() if name == way)
 
 
 def cost(result: dict) -> str:
-    """What drafts cost where they gain nothing."""
+    """Return the cost of drafts that gain nothing."""
     off, looking = (1e3 * statistics.median(result["tutor"][kind]) for kind in ("off", "ngram"))
     return (
         f"On text that repeats nothing, looking costs at most {most_extra(result, 'looking', 'plain, noisy'):.1f} % of "
@@ -154,7 +154,7 @@ def cost(result: dict) -> str:
 
 
 def floors(result: dict) -> list[Record]:
-    """By rows: how long reading the weights takes, and how long multiplying them does, at this device's ceilings."""
+    """Return, by rows, the time to read the weights and the time to multiply them, at this device's ceilings."""
     if "ceilings" not in result:
         return []
     cost, ceilings = ModelCost(preset_config(result["model"].removeprefix("random:")), 2), result["ceilings"]
@@ -164,7 +164,7 @@ def floors(result: dict) -> list[Record]:
 
 
 def pairs(result: dict) -> list[Record]:
-    """What looked-up drafts and a small model's cost and gain at one request of a larger model."""
+    """Return cost and gain of looked-up drafts and of a small model's, for one request of a larger model."""
     rows, pair = [], result.get("pair", {"drafts": {}})
     for kind, found in pair["drafts"].items():
         plain, *others = (statistics.median(row["samples"]) for row in found["rows"])
@@ -175,7 +175,7 @@ def pairs(result: dict) -> list[Record]:
 
 
 def by_load(result: dict) -> list[Record]:
-    """By drafted tokens and requests: ms per token, × stage F's speed, and how many of a draft must be right."""
+    """Return ms per token, × stage F's speed and the right guesses needed, by drafted tokens and requests."""
     found, lengths = medians_of(result), sorted({row["draft"] for row in result["rows"]})
     rows = []
     for k in lengths:
@@ -187,7 +187,7 @@ def by_load(result: dict) -> list[Record]:
 
 
 def headline(result: dict) -> str:
-    """What is to be seen: the gain of one request, and of the most."""
+    """State the finding: the gain for one request and for the most requests."""
     found = by_load(result)
     few, many = (
         max(row["gain"] for row in found if row["batch"] == n) for n in (found[0]["batch"], found[-1]["batch"])

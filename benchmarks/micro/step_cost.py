@@ -1,8 +1,7 @@
-"""What the engine's own Python costs per step: stage E with a model that takes no time.
+"""The cost of the engine's Python per step: stage E with a model that takes no time.
 
-The scheduler, the building of the model's input, the sampler's choice of its path and the handing out of tokens are all
-real; only the model, the sampling arithmetic and the device are left out. What remains is what the CPU must do between
-two steps of a GPU.
+The scheduler, the model's input, the sampler's choice of a path and the delivery of tokens are real; only the model,
+the arithmetic of sampling and the device are left out. What remains is the CPU's work between two steps of a GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def null_runner(max_num_seqs: int, max_num_batched_tokens: int, block_size: int)
 
 
 def null_calls(scheduler: Scheduler, trace: Trace | None = None) -> Calls:
-    """The calls of stage E's engine with this scheduler, and a runner without a model."""
+    """Make the calls of stage E's engine with this scheduler and a runner without a model."""
     limits = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.block_manager.block_size
     engine = Engine(scheduler, null_runner(*limits), trace=trace)
     tokenizer = load_tokenizer(resolve("tutor"))
@@ -71,7 +70,7 @@ def null_calls(scheduler: Scheduler, trace: Trace | None = None) -> Calls:
 
 
 def make_calls(num_sequences: int) -> Calls:
-    """The calls of an engine with `num_sequences` decoding sequences, past prompts of 300 tokens and more."""
+    """Make the calls of an engine with `num_sequences` decoding sequences whose prompts had 300 tokens or more."""
     scheduler = Scheduler(
         num_blocks=num_sequences * MAX_MODEL_LEN // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
@@ -90,12 +89,12 @@ def make_calls(num_sequences: int) -> Calls:
 
 
 def measure() -> dict:
-    """1, 32 and 256 sequences."""
+    """Measure 1, 32 and 256 sequences."""
     return {"rows": [measure_row(n, STEPS, REPEATS) for n in (1, 32, 256)]}
 
 
 def measure_row(num_sequences: int, steps: int, repeats: int) -> dict[str, object]:
-    """Seconds per decode step, `repeats` runs of `steps` steps."""
+    """Measure the seconds per decode step, in `repeats` runs of `steps` steps."""
     calls = make_calls(num_sequences)
 
     def run() -> None:

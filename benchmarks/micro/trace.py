@@ -1,11 +1,11 @@
-"""What runs in a decode step, and when, by a profiler's trace: kernels and the gaps between them, or operators.
+"""A decode step in a profiler's trace: the kernels and the gaps between them, or the operators.
 
     python -m benchmarks.micro trace part=kernels      # stages E and F on a GPU; ranks=2,4: on several
     python -m benchmarks.micro trace part=operators    # stage D on one thread of a CPU
 
-A gap is time in which the hardware that multiplies is idle; `benchmarks/trace.py` says what is recorded. An operator's
-own time leaves out the operators that it calls; the rest of a step's time is Python. Recording makes each
-operator slower, so there shares mean more than microseconds.
+In a gap the GPU's multipliers are idle; `benchmarks/trace.py` says what is recorded. An operator's own time excludes
+the operators that it calls; the rest of a step is Python. Recording slows down each operator, so there shares mean more
+than microseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS, REQUESTS, PROMPTS = 4, (1, 32, 256), (128, 1024)  # steps of a recording;
 def record_engine(
     name: str, llm: StageE, num_requests: int = 1, prompt_tokens: int = 128, steps: int = STEPS
 ) -> Recording:
-    """Decode steps of an engine of stage E or F, with all requests past their prefill."""
+    """Record decode steps of an engine of stage E or F, with all requests past their prefill."""
     params = SamplingParams(temperature=0.0, max_tokens=8 * steps + 16, ignore_eos=True)
     ids = [
         llm.calls.add_request(Request(i, [(7 * i + j) % 1000 for j in range(prompt_tokens)], params, seed=i))
@@ -59,7 +59,7 @@ def record_engine(
 
 
 def record_prefill(name: str, llm: StageE, prompt_tokens: int) -> Recording:
-    """Prefill of one prompt and its first token. The prompt is another one each time."""
+    """Record the prefill of one prompt and its first token. Each recording has another prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     first = count(1)
 
@@ -104,10 +104,11 @@ KERNELS = {
 
 
 def account(recording: Recording) -> dict[str, float]:
-    """Microseconds of a step of stage F by part; together they are the whole step.
+    """Break a step of stage F down into parts, in microseconds; their sum is the whole step.
 
     A kernel that begins before the previous one has ended (a dependent launch) counts from that end on, because until
-    then it waits. Products are told apart by their order: QKV, attention, output, gate-up, down, at last the LM head.
+    then it waits. Products are identified by their order: QKV, attention, output, gate-up, down, and finally the LM
+    head.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     end, after_copy = recording.spans[0].start, True
@@ -123,7 +124,7 @@ def account(recording: Recording) -> dict[str, float]:
 def between_steps(recording: Recording) -> dict[str, float]:
     """Return the median µs of a step of stage F from its last product to the next step's first layer, by kind of work.
 
-    Steps that follow the recording's first: the GPU is asked for them while it still works on the previous one.
+    Only steps after the first of a recording count: they are launched while the GPU still runs the previous one.
     """
     spans, parts = recording.spans, _parts(recording.spans)
     inner = [part in ("sampling", "copies") for part in parts]
@@ -139,7 +140,7 @@ def between_steps(recording: Recording) -> dict[str, float]:
 
 
 def _parts(spans: list[Span]) -> list[str]:
-    """The part that each kernel belongs to."""
+    """Return the part that each kernel belongs to."""
     found: list[str] = []
     products: list[int] = []  # since the last attention
     for i, span in enumerate(spans):
@@ -171,11 +172,11 @@ ENGINES = (
 
 
 def measure(part: str = "kernels", model: str = "random:qwen2.5-0.5b", ranks: tuple[int, ...] = ()) -> dict:
-    """Kernels of decode steps and prefills, or operators of decode steps.
+    """Record the kernels of decode steps and prefills, or the operators of decode steps.
 
     Args:
         part: kernels or operators.
-        ranks: decode steps of stage F on this many GPUs too, as rank 0 sees them (several: `ranks=2,4`).
+        ranks: also record decode steps of stage F on this many GPUs, on rank 0 (several: `ranks=2,4`).
 
     Raises:
         ValueError: the part does not exist, or needs a GPU that is missing.
@@ -185,7 +186,7 @@ def measure(part: str = "kernels", model: str = "random:qwen2.5-0.5b", ranks: tu
 
 
 def record_kernels(model: str, ranks: tuple[int, ...]) -> dict:
-    """Every recording of every engine."""
+    """Make every recording of every engine."""
     recordings = []
     several = [(f"stage F, {size} ranks", StageF, {"tensor_parallel_size": size}, ("decode",)) for size in ranks]
     options = {"device": "cuda", "max_num_seqs": max(REQUESTS), "num_kvcache_blocks": 16 * max(REQUESTS) + 64}
@@ -196,7 +197,7 @@ def record_kernels(model: str, ranks: tuple[int, ...]) -> dict:
 
 
 def record_all(name: str, kinds: tuple[str, ...], llm: StageE) -> list[Recording]:
-    """Decode steps of `REQUESTS`, or prefills of `PROMPTS`, or both."""
+    """Record decode steps of `REQUESTS`, or prefills of `PROMPTS`, or both."""
     found = []
     if "decode" in kinds:
         found += [record_engine(name + (f", {rows} requests" if rows > 1 else ""), llm, rows) for rows in REQUESTS]
@@ -210,7 +211,7 @@ PROFILED_STEPS, PROMPT, SHOWN, REPEATS = 8, 128, 8, 3  # of the part `operators`
 
 @one_thread()
 def profile_operators() -> dict:
-    """The tutor's operators by their own time, one request past its prompt; of several recordings the fastest."""
+    """Return the tutor's operators by their own time, for one request past its prompt, from the fastest recording."""
     llm = StageD("tutor", device="cpu")
     llm.add_request(list(range(1, PROMPT + 1)), SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
     for _ in range(PROFILED_STEPS):
@@ -219,7 +220,7 @@ def profile_operators() -> dict:
 
 
 def profiled(llm: StageD) -> dict:
-    """A few decode steps under the profiler."""
+    """Run a few decode steps under the profiler."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(PROFILED_STEPS):
             with torch.profiler.record_function("step"):
@@ -234,14 +235,14 @@ def profiled(llm: StageD) -> dict:
 
 
 def by_part(found: Mapping[str, dict[str, float]], total: str, form: str, total_form: str) -> list[Record]:
-    """A record for each part of each column, and one for its sum."""
+    """Return a record for each part of each column, and one for its sum."""
     parts = dict.fromkeys(part for column in found.values() for part, micros in column.items() if micros)
     rows = [{"part": p, "name": n, "cell": form.format(of[p])} for p in parts for n, of in found.items()]
     return rows + [{"part": total, "name": n, "cell": total_form.format(sum(of.values()))} for n, of in found.items()]
 
 
 def accounts(result: dict) -> list[Record]:
-    """Where the microseconds of stage F's steps go."""
+    """Return the microseconds of stage F's steps by part."""
     own = {r.name.removeprefix("stage F, "): r for r in from_rows(result["rows"]) if r.name.startswith("stage F, ")}
     found = {name: account(r) for name, r in own.items() if name[0].isdigit() or name.startswith("prompt")}
     return by_part(found, "**whole step**", "{:.0f}", "**{:.0f}**")
@@ -254,7 +255,7 @@ def gaps(result: dict) -> list[Record]:
 
 
 def operators(result: dict) -> list[dict]:
-    """Return the operators that take most time, the sum of all others, and the rest."""
+    """Return the slowest operators, the sum of all others, and the rest of the step."""
     rows, rest = result["rows"], result["rows"][SHOWN:]
     shown = [(f"`{row['name']}`", f"{row['calls']:.0f}", row["self_us"]) for row in rows[:SHOWN]]
     shown.append((f"{len(rest)} others", f"{sum(r['calls'] for r in rest):.0f}", sum(r["self_us"] for r in rest)))
@@ -263,7 +264,7 @@ def operators(result: dict) -> list[dict]:
 
 
 def groups(result: dict) -> list[Record]:
-    """The parts of the steps that are drawn, as the figure groups them."""
+    """Return the parts of the steps, grouped as in the figure."""
     accounts = {DRAWN[r.name]: account(r) for r in from_rows(result["rows"]) if r.name in DRAWN}
     return [
         {"name": name, "group": group, "us": sum(map(accounts[name].get, own))}

@@ -1,10 +1,10 @@
-"""How long people wait for the first token as more of them come: TTFT against request rate, over HTTP, by engine.
+"""Time to first token by request rate, over HTTP, for two engines.
 
 An open loop: requests arrive as a Poisson process, whether or not the earlier ones are answered. Answers differ in
 length. `E` is compared with `static`, which is stage E with one rule changed: it admits requests only when all of the
-last batch have ended, as stage D does; or with `F`, on a GPU. Rates are shares of what `E` reaches when all requests
-come at once, which is measured first, so that they mean the same on every machine. Both take turns, at every rate, on
-the same requests.
+last batch have ended, as stage D does; or with `F`, on a GPU. Rates are shares of E's rate when all requests arrive at
+once, which is measured first, so that a share means the same on every machine. Both engines take turns, at every rate,
+with the same requests.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def measure(
     longest: int = 64,
     shares: tuple[float, ...] = (0.25, 0.5, 0.75),
 ) -> dict:
-    """TTFT and TPOT of every request, by engine and rate.
+    """Measure TTFT and TPOT of every request, by engine and rate.
 
     Args:
-        other: the engine that E is compared with, `static` or `F`.
+        other: the engine to compare with E, `static` or `F`.
         slots: batch slots of every engine.
         longest: answers have 1 to this many tokens.
-        shares: of what E reaches: the rates.
+        shares: the rates, as shares of E's highest.
     """
     words = ["--model", model, "--device", device, "--max-num-seqs", str(slots), "--no-prefix-caching", "--no-page"]
     words += ["--max-queue", str(requests), "--gpu-memory-utilization", "0.25"]
@@ -82,7 +82,7 @@ def load(url: str, count: int, input_len: int, longest: int, rate: float, seed: 
 
 
 def waits(result: dict) -> list[dict]:
-    """The times of all requests of all repeats, by rate and engine: E, then the other one."""
+    """Return the times of all requests of all repeats, by rate and engine: E, then the other one."""
     found: dict[tuple[float, str], dict] = {}
     for row in result["rows"]:
         rate, engine = row["rate"], row["engine"]
@@ -93,7 +93,7 @@ def waits(result: dict) -> list[dict]:
 
 
 def percentiles(result: dict) -> list[dict]:
-    """TTFT's p99 and its median, by engine and rate."""
+    """Return the p99 and the median of TTFT, by engine and rate."""
     found = waits(result)
     return [
         {"engine": first["engine"], "share": name, "rate": row["rate"], "ms": percentile(row["ttft"], of)}
@@ -105,7 +105,7 @@ def percentiles(result: dict) -> list[dict]:
 
 
 def title(result: dict) -> str:
-    """What is to be seen: the ratio of the two engines' p99 over the rates."""
+    """State the finding: the ratio of the two engines' p99 over the rates."""
     p99 = [percentile(row["ttft"], 99) for row in waits(result)]
     ratios = [other / ours for ours, other in zip(p99[::2], p99[1::2], strict=True)]
     if waits(result)[1]["engine"] == "F":

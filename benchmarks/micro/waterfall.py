@@ -2,10 +2,10 @@
 
 Stages A, B and C run the same model, so their kernels come in the same order: in each layer the products of Q, K and V,
 attention, the output product, then the MLP; after the last layer the LM head. A request is recorded under PyTorch's
-profiler and cut by that order. The time of a step is the engine's own, without the profiler; idle is what the kernels
-do not fill of it. On a CPU the spans are operators.
+profiler and divided by that order. The time of a step is measured by the engine, without the profiler; its idle part is
+the time in which no kernel runs. On a CPU the spans are operators.
 
-Attention is found by its kernel's name. What a compiler writes has none, so compiled steps are measured with `sdpa`.
+Attention is found by its kernel's name. Compiled kernels have no such name, so compiled steps are measured with `sdpa`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def is_one_of(span: Span, words: tuple[str, ...]) -> bool:
 
 
 def parts_of_steps(spans: list[Span], num_layers: int) -> list[tuple[str, Span]]:
-    """Name the part of every span of the decode steps; the first pass is the prefill and is left out.
+    """Name the part of every span of the decode steps; the first pass, the prefill, is left out.
 
-    Where a step does not show its LM head, its products cannot be told apart, and all its spans are `other kernels`.
+    If the LM head of a step is not visible, its products cannot be identified, and all its spans are `other kernels`.
 
     Raises:
         ValueError: the spans do not come in the order of the model.
@@ -60,9 +60,9 @@ def parts_of_steps(spans: list[Span], num_layers: int) -> list[tuple[str, Span]]
 
 
 def _after_attention(spans: list[Span], last: bool) -> list[tuple[str, Span]]:
-    """From one attention kernel to the next: output product, MLP, and either the next layer's Q, K, V or the LM head.
+    """Name the spans up to the next attention: output product, MLP, and either the next layer's Q, K, V or the LM head.
 
-    What follows the LM head, sampling and the next step up to its first attention, counts as other kernels.
+    All that follows the LM head (sampling, and the next step up to its first attention) counts as other kernels.
     """
     named, products, mlp_done = [], 0, False
     for span in spans:
@@ -83,7 +83,7 @@ def _after_attention(spans: list[Span], last: bool) -> list[tuple[str, Span]]:
 
 
 def measure(model: str = "random:qwen2.5-0.5b") -> dict:
-    """Microseconds per decode step of each engine by part, and how many kernels (on a CPU: operators) a step has."""
+    """Measure each engine's microseconds per decode step by part, and its kernels (on a CPU: operators) per step."""
     found = {}
     # All are timed before the first is recorded: a profiler that has run may go on slowing launches down.
     for work in samples_of, parts_per_step:
@@ -96,20 +96,20 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
 
 
 def samples_of(name: str, llm: object) -> dict[str, list[float]]:
-    """The engine's own time per token, without the profiler."""
+    """Measure the engine's time per token, without the profiler."""
     seconds_per_token(llm)  # the first visit to these lengths plans and compiles
     return {"samples": [seconds_per_token(llm) for _ in range(REPEATS)]}
 
 
 def seconds_per_token(llm: object) -> float:
-    """Decode `STEPS` tokens of one request; returns the engine's own time per token."""
+    """Decode `STEPS` tokens of one request; returns the time per token that the engine reports."""
     prompt = [(7 * j) % 1000 for j in range(CONTEXT)]
     params = SamplingParams(temperature=0.0, max_tokens=1 + STEPS, ignore_eos=True)
     return llm.generate([prompt], params, use_tqdm=False)[0]["metrics"]["tpot"]
 
 
 def parts_per_step(name: str, llm: object) -> dict[str, object]:
-    """Kernels in a recorded step, and the microseconds of each part."""
+    """Return the number of kernels in a recorded step, and the microseconds of each part."""
     run = partial(seconds_per_token, llm)
     run()
     named = parts_of_steps(record(name, run, llm.device, STEPS).spans, llm.source.config.num_hidden_layers)
@@ -120,7 +120,7 @@ def parts_per_step(name: str, llm: object) -> dict[str, object]:
 
 
 def waterfall(row: dict) -> dict[str, float]:
-    """Microseconds per step of every part; idle is what kernels leave of the step."""
+    """Return the microseconds per step of every part; idle is the time in which no kernel runs."""
     step = 1e6 * statistics.median(row["samples"])
     return {**row["parts"], "idle": max(0.0, step - sum(row["parts"].values()))}
 

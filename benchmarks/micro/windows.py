@@ -1,12 +1,11 @@
-"""Layers that forget: KV memory with one pool for all layers and with one per kind of layer, and a step's time.
+"""Layers that forget: KV memory and step time with one pool for all layers and with one per kind of layer.
 
     python -m benchmarks.micro windows                 # counted; `part=memory`
     python -m benchmarks.micro windows part=step       # timed on a GPU, as `part=load` is
 
-*memory*: bytes that a request of Gemma 3 270M holds in decode, and requests whose blocks fit beside the weights on a
-GPU of 16 GB, in an engine for up to 32,768 tokens that divides the memory as it does.
-*step*: a decode step of requests with 30,000 tokens each, as the whole engine runs it. *load*: requests of 8,000 tokens
-in the memory of a small pool.
+*memory*: bytes that a request of Gemma 3 270M holds in decode, and requests whose blocks fit next to the weights on a
+GPU with 16 GB, in an engine for up to 32,768 tokens. *step*: a decode step of requests with 30,000 tokens each, run by
+the whole engine. *load*: requests of 8,000 tokens in a small pool.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ LOAD = {"requests": 64, "prompt": 8_000, "output": 64, "num_kvcache_blocks": 409
 
 
 def measure(part: str = "memory", repeats: int = 3) -> dict:
-    """One part of the study.
+    """Measure one part of the study.
 
     Raises:
-        ValueError: there is no such part, or no GPU that it needs.
+        ValueError: the part does not exist, or it needs a GPU and there is none.
     """
     parts = {"memory": lambda _: count_memory(), "step": time_steps, "load": time_load}
     return {"part": part, "rows": chosen(parts, part, on_gpu=("step", "load"))(repeats)}
 
 
 def count_memory() -> list[dict]:
-    """Bytes per request, and requests that fit, for every length."""
+    """Count the bytes per request, and the requests that fit, for every length."""
     config, model = ModelConfig.from_hf(preset_config(MODEL)), ModelBytes(preset_config(MODEL), DTYPE.itemsize)
     windowed = sum(bool(kind.window) for kind in config.layers)
     full, window = config.num_layers - windowed, max(kind.window for kind in config.layers)
@@ -63,7 +62,7 @@ def count_memory() -> list[dict]:
 
 
 def time_steps(repeats: int) -> list[dict]:
-    """Seconds of a decode step behind 30,000 tokens, by the number of requests."""
+    """Measure the seconds of a decode step after 30,000 tokens, by the number of requests."""
     rows = []
     for hybrid, requests in itertools.product((False, True), STEP_REQUESTS):
         prompts = [unlike_prompt(i, LONG) for i in range(requests)]
@@ -84,13 +83,13 @@ def time_steps(repeats: int) -> list[dict]:
 
 
 def step_seconds(llm: LLM, prompts: list[list[int]]) -> float:
-    """Mean seconds of a step, all requests decoding together: those of the one that was prefilled last."""
+    """Return the mean seconds of a step in which all requests decode, from the last prefilled request."""
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     return min(output["metrics"]["tpot"] for output in llm.generate(prompts, params, use_tqdm=False))
 
 
 def time_load(repeats: int) -> list[dict]:
-    """Seconds of long requests that do not all fit in one pool, and how many run together."""
+    """Measure the seconds of long requests that do not all fit in one pool, and how many run together."""
     rows = []
     prompts = [unlike_prompt(i, LOAD["prompt"]) for i in range(LOAD["requests"])]
     params = SamplingParams(temperature=0.0, max_tokens=LOAD["output"], ignore_eos=True)
@@ -116,7 +115,7 @@ def time_load(repeats: int) -> list[dict]:
 
 
 def load_seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[float, int]:
-    """Seconds of all requests, and how many ran together at most."""
+    """Return the seconds of all requests, and how many ran together at most."""
     running: list[int] = []
     scheduler = llm.engine.scheduler
     llm.engine.reports[:] = [lambda *_: running.append(scheduler.num_running)]

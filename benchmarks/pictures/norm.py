@@ -1,4 +1,4 @@
-"""What the norm of a layer sees: the size of the residual stream, measured in the tutor."""
+"""The input of a layer's norm: the size of the residual stream, measured in the tutor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stage_d_paged.layers import RMSNorm
 
 
 def draw_norm() -> Picture:
-    """RMS of a token's vector at the input of every layer of the tutor, before and after its norm."""
+    """Draw the RMS of a token's vector at the input of every layer of the tutor, before and after its norm."""
     llm, before, after = LLM("tutor", device="cpu"), [], []
 
     def note(_: RMSNorm, arguments: tuple, output: torch.Tensor) -> None:

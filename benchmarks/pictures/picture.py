@@ -80,7 +80,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def plain(axes: Axes, grid: str = "y") -> None:
-    """No frame at the top and right, and faint lines along an axis, both of them ("both") or none ("")."""
+    """Remove the frame at the top and right, and draw faint lines along an axis, both axes ("both") or none ("")."""
     axes.spines[["top", "right"]].set_visible(False)
     if grid:
         axes.grid(axis=grid, alpha=0.3)
@@ -90,10 +90,10 @@ def plain(axes: Axes, grid: str = "y") -> None:
 def new_panels(
     width: float, height: float, *panels: Mapping[str, object], title: str = "", grid: str = "y", **layout: object
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with plain panels side by side.
+    """Make a figure with plain panels side by side.
 
     Args:
-        panels: what `Axes.set` is given, for each panel: its labels and limits.
+        panels: for each panel the arguments of `Axes.set`: its labels and limits.
         title: of the whole figure.
         layout: keyword arguments of `Figure.subplots`.
     """
@@ -110,7 +110,7 @@ def new_panels(
 def new_panel(
     width: float, height: float, x: str = "", y: str = "", title: str = "", grid: str = "y"
 ) -> tuple[Figure, Axes]:
-    """A figure with a single plain panel and its labels."""
+    """Make a figure with a single plain panel and its labels."""
     figure, [axes] = new_panels(width, height, {"xlabel": x, "ylabel": y}, title=title, grid=grid)
     return figure, axes
 
@@ -119,7 +119,7 @@ Line = tuple[str, Mapping[float, float], str, str]  # label, y by x, colour, mar
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    """Lines through points, from the origin of both axes on."""
+    """Draw lines through points; both axes begin at 0."""
     for label, points, colour, look in lines:
         axes.plot(list(points), list(points.values()), look, color=colour, label=label)
     axes.set_xlim(0)
@@ -135,8 +135,8 @@ def draw_bars(
     """Draw horizontal bars, the first on top: the parts of each bar in sequence, then a text.
 
     Args:
-        room: how long the axis is, in longest bars.
-        look: keyword arguments for all parts, as `Axes.barh` has them.
+        room: length of the axis, as a multiple of the longest bar.
+        look: keyword arguments of `Axes.barh` for all parts.
     """
     ends = [0.0] * len(names)
     for label, values, colour in parts:
@@ -155,9 +155,9 @@ class Plot(Chosen):
     Args:
         kind: lines, bars (from the left) or columns. The parts of a bar are its records, one after another.
         title: states the finding, a format over the file; `text`: the text alternative.
-        at, value: expressions; where a record is on the first axis (of a bar: its name), and how long or high it is.
+        at, value: expressions for a record's place on the first axis (of a bar: its name) and for its length or height.
         label: of a line or part; records that are alike in it are one line. `order` says which, in an expression.
-        written: at the end of a bar, over the last of its records.
+        written: the text at the end of a bar, a format over the last of its records.
         colours, looks: of the lines or parts; a bar without parts may have its own `colour`, an expression.
         limit: an expression over the file, drawn as a line with the name `limit_label`.
         top: expression of the longest value that is shown.
@@ -228,7 +228,7 @@ COLOURS = {name: value for name, value in globals().items() if isinstance(value,
 
 
 def pictures(study: ModuleType, results: list[dict]) -> dict[str, Picture]:
-    """The pictures that a study declares or draws itself, by their files."""
+    """Return the pictures that a study declares or draws, by file."""
     found = study.draw(results) if results and hasattr(study, "draw") else {}
     for path, panels in Plot.read(study, "PICTURES").items():
         own = eval(panels[0].files, {"results": panels[0].of_part(results)})
@@ -238,7 +238,7 @@ def pictures(study: ModuleType, results: list[dict]) -> dict[str, Picture]:
 
 
 def draw_panels(panels: Sequence[Plot], result: dict) -> Picture:
-    """One picture: panels side by side below a title, with a legend where lines or parts have names."""
+    """Draw one picture: panels side by side below a title, with a legend if lines or parts have names."""
     figure = new_figure(4.3 * len(panels) if len(panels) > 1 else 8, panels[0].height)
     for plot, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         plot.draw(axes, result)

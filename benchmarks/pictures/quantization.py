@@ -1,4 +1,4 @@
-"""What 8 bits do to numbers: errors and their bound."""
+"""The errors of numbers in 8 bits, and their bound."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from beyond.quantization.formats import dequantize_matrix, error_bound, quantize
 
 
 def row_with_outlier() -> Tensor:
-    """Normally distributed numbers, and one that is not: `[1, 1024]`."""
+    """Make normally distributed numbers and one outlier: `[1, 1024]`."""
     row = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0))
     row[0, 300] = 50.0
     return row
 
 
 def draw_errors(row: Tensor) -> Picture:
-    """The error of each number of `row [1, length]` in int8, with one scale and with a scale per 128 columns."""
+    """Draw the error of each number of `row [1, length]` in int8, with one scale and with a scale per 128 columns."""
     figure, panels = new_panels(8.4, 3, {"xlabel": "column"}, {"xlabel": "column"}, sharey=True)
     for axes, group in zip(panels, (None, 128), strict=True):
         quantized = quantize_matrix(row, torch.int8, group)

@@ -22,12 +22,12 @@ PANELS = ((STEP, "one request", "for one request"), (LOAD, "many requests of all
 
 
 def colour_of(engine: str) -> str:
-    """A stage's colour by its letter, whatever its options."""
+    """Return a stage's colour by its letter, whatever its options."""
     return STAGES.get(engine.partition(" ")[0].partition(",")[0].partition("[")[0], PEER_COLOUR)
 
 
 def plot_rates(group: Group) -> Picture | None:
-    """Output tokens per second of every stage, with the factor against the stage before; None without figures."""
+    """Draw output tokens per second of every stage, with the factor against the stage before; None without figures."""
     measured = [(panel, found) for panel in PANELS if (found := rates(group, panel[0]))]
     if not measured:
         return None
@@ -44,13 +44,13 @@ def plot_rates(group: Group) -> Picture | None:
 
 
 def rates(group: Group, column: Column) -> dict[str, float]:
-    """Return engine -> output tokens per second, if measured; for one request, of decoding only."""
+    """Map each measured engine to its output tokens per second; for one request, only decoding counts."""
     values = {engine: column.median(group, engine) for engine in front_rows(group)}
     return {engine: 1e3 / value if column is STEP else value for engine, value in values.items() if value}
 
 
 def draw_engines(axes: Axes, group: Group, column: Column, found: dict[str, float]) -> None:
-    """A bar per engine, with its value and factor, and the hardware's limit."""
+    """Draw a bar per engine, with its value and factor, and the hardware's limit."""
     names = [f"{engine} †" if engine in group.elsewhere else engine for engine in found]
     gains = [column.gain(group, engine) if engine in BEFORE else "–" for engine in found]
     texts = [number(v) + f", {gain}" * (gain != "–") for v, gain in zip(found.values(), gains, strict=True)]
@@ -73,7 +73,7 @@ def draw_engines(axes: Axes, group: Group, column: Column, found: dict[str, floa
 
 
 def draw_roofline(group: Group) -> Picture | None:
-    """Each stage's rate in decode and in prefill under the roof of the device; None where one was not measured."""
+    """Draw each stage's rate in decode and prefill under the device's roofline; None if one was not measured."""
     cost = ModelCost(resolve(group.model).config, DTYPES[group.dtype].itemsize)
     whole = next(call for call in make_workload("single", group.size).rounds[0] if call.tag == "all")
     prompts = make_workload("ttft", group.size).rounds[0]

@@ -1,4 +1,4 @@
-"""The live page of `beyond/serving` in a browser: the lesson's figure of it, and a short film.
+"""The live page of `beyond/serving` in a browser: the lesson's figure and a short film.
 
 python -m benchmarks.pictures.served          # draw the figure again; needs Playwright and Chromium
 python -m benchmarks.pictures.served --film   # record the film, in light and dark
@@ -47,7 +47,7 @@ async def watch(
     """Ask a paused engine for several answers, run it step by step, and take a picture of its page at each moment.
 
     Args:
-        moments: for each picture its name, and the steps to run before it since the one before.
+        moments: for each picture its name, and the number of steps to run before it.
         options: of the server.
         fields: values for the page's fields.
         scheme: "light" or "dark".

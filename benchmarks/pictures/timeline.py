@@ -1,4 +1,4 @@
-"""Pictures of a scheduler's trace: who ran when, how each step's tokens were shared out, how full the pool was.
+"""Pictures of a scheduler's trace: which requests ran in each step, with how many tokens, and the blocks in use.
 
 python -m stage_e_batching --trace trace.jsonl
 python -m benchmarks.pictures.timeline trace.jsonl timeline.png
@@ -25,10 +25,10 @@ LEGEND = {"loc": "outside lower center", "ncols": 5, "frameon": False, "fontsize
 
 
 def read_trace(path: str | PathLike[str]) -> list[dict]:
-    """The steps of a trace (JSON lines) that ran something.
+    """Read the steps of a trace (JSON lines) that ran at least one sequence.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the trace has no such step.
     """
     records = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
     found = [record for record in records if record["sequences"]]
@@ -38,7 +38,7 @@ def read_trace(path: str | PathLike[str]) -> list[dict]:
 
 
 def draw_panels(runs: Mapping[str, Sequence[dict]], title: str = "") -> Picture:
-    """A panel of lanes per run, on one axis of steps: what every request did in every step."""
+    """Draw a panel of lanes per run, on one axis of steps: the work of every request in every step."""
     figure = new_figure(8.4, 2.6 * len(runs) + 0.4 * bool(title))
     panels, handles = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0], []
     for axes, (name, records) in zip(panels, runs.items(), strict=True):
@@ -72,7 +72,7 @@ def draw(records: Sequence[dict], title: str = "") -> Picture:
 def draw_lanes(axes: Axes, records: Sequence[dict]) -> list[Patch | Line2D]:
     """Draw one lane per request, its work in every step; returns the legend's entries.
 
-    The records of static batches have been through `with_padding`.
+    Records of static batches must come from `with_padding`.
     """
     ids = {request for record in records for request in record["waiting"]}
     ids |= {entry["id"] for record in records for entry in record["sequences"]}
@@ -107,7 +107,7 @@ def draw_lanes(axes: Axes, records: Sequence[dict]) -> list[Patch | Line2D]:
 
 
 def with_padding(records: list[dict]) -> list[dict]:
-    """Note in the records of static batches which requests have ended and keep their batch slot (`padding`)."""
+    """Mark, in the records of static batches, ended requests that keep their batch slot (`padding`)."""
     batch: set[int] = set()
     for record in records:
         batch = set(record["admitted"]) or batch

@@ -30,10 +30,13 @@ def choose(
     SUM_TO_ONE: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):
-    """Write the experts of the largest softmax of `scores [tokens, COUNT_PAD]`, and their weights; -1 for padding."""
+    """Write the experts of the largest softmax of `scores [tokens, COUNT]`, and their weights; -1 for padding."""
     expert = tl.arange(0, COUNT_PAD)[None, :]
-    scores = tl.where(expert < COUNT, scores, float("-inf"))
-    p = tl.exp(scores - tl.max(scores, 1)[:, None])
+    inside = token_inside[:, None] & (expert < COUNT)
+    # Past the L1 cache: other programs of the same launch may have written them.
+    found = tl.load(scores + token[:, None] * COUNT + expert, mask=inside, other=0.0, cache_modifier=".cg")
+    found = tl.where(expert < COUNT, found.to(tl.float32), float("-inf"))
+    p = tl.exp(found - tl.max(found, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
     position = tl.arange(0, PER_TOKEN_PAD)[None, :]
     best = tl.zeros([token.shape[0], PER_TOKEN_PAD], tl.float32)
@@ -72,14 +75,11 @@ def choose_kernel(
     """Choose the experts of BLOCK_M tokens from the router's scores."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_inside = token < tokens
-    expert = tl.arange(0, COUNT_PAD)
     is_real = tl.load(slots + token, mask=token_inside, other=-1) >= 0
     start_next(PDL)
     wait_for_previous(PDL)
-    address = scores + token[:, None] * COUNT + expert[None, :]
-    found = tl.load(address, mask=token_inside[:, None] & (expert < COUNT)[None, :], other=0.0).to(tl.float32)
     choose(
-        found,
+        scores,
         is_real,
         token,
         token_inside,
@@ -159,12 +159,8 @@ def norm_route_kernel(
     counter = arrival_counters + tl.program_id(1)
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(counter, 0)  # ready for the next launch
-        expert = tl.arange(0, COUNT_PAD)
-        address = scores + token[:, None] * COUNT + expert[None, :]
-        inside = token_inside[:, None] & (expert < COUNT)[None, :]
-        found = tl.load(address, mask=inside, other=0.0, cache_modifier=".cg")
         choose(
-            found,
+            scores,
             is_real,
             token,
             token_inside,
@@ -385,10 +381,10 @@ def add_pairs_kernel(
     target = residual + token * residual_stride + column
     before = tl.load(target, mask=inside, other=0.0)
     total = tl.zeros([SIZE_PAD], tl.float32)
-    is_real = tl.load(chosen + token * PER_TOKEN) >= 0  # a padding row has no products
     for i in range(PER_TOKEN):
-        address = products + (token * PER_TOKEN + i) * SIZE + column
-        total += tl.load(address, mask=inside & is_real, other=0.0).to(tl.float32)
+        pair = token * PER_TOKEN + i
+        is_here = tl.load(chosen + pair) >= 0  # a pair without expert has no product
+        total += tl.load(products + pair * SIZE + column, mask=inside & is_here, other=0.0).to(tl.float32)
     after = (before.to(tl.float32) + total).to(before.dtype)  # rounded here: the norm uses the stored values
     tl.store(target, after, mask=inside)
     tl.store(squares + token, tl.sum(after.to(tl.float32) * after.to(tl.float32), 0))
@@ -426,21 +422,22 @@ def down_add_kernel(
     index = tl.arange(0, PER_TOKEN_PAD * BLOCK_N)
     position = index // BLOCK_N  # which of the token's experts
     slot = tl.arange(0, BLOCK_M)
-    is_pair = slot < PER_TOKEN
+    in_token = slot < PER_TOKEN
     start_next(PDL)
     wait_for_previous(PDL)
     target = residual + token.to(tl.int64) * residual_stride + column
     before = tl.load(target, mask=column < OUT_SIZE, other=0.0)
-    pair_weight = tl.load(pair_weights + token * PER_TOKEN + slot, mask=is_pair, other=0.0)
+    pair_weight = tl.load(pair_weights + token * PER_TOKEN + slot, mask=in_token, other=0.0)
+    is_pair = tl.load(chosen + token * PER_TOKEN + slot, mask=in_token, other=-1) >= 0
     expert = tl.load(chosen + token * PER_TOKEN + position, mask=position < PER_TOKEN, other=-1)
     own_column = tl.program_id(0) * BLOCK_N + index % BLOCK_N
     acc = expert_product(
         x,
         token * PER_TOKEN + slot,
-        is_pair & (tl.load(chosen + token * PER_TOKEN) >= 0),
+        is_pair,
         weight,
         scales,
-        tl.maximum(expert, 0) * OUT_SIZE + own_column,  # a padding row reads some expert
+        tl.maximum(expert, 0) * OUT_SIZE + own_column,  # a pair without expert reads some expert
         (position < PER_TOKEN) & (own_column < OUT_SIZE),
         SIZE,
         GROUP,

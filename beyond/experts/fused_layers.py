@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from beyond.experts.layers import SparseMLP
 from beyond.experts.products import Choice, choose, norm_route, run_experts
@@ -35,13 +35,35 @@ def triton_experts(
     return run_experts(x, choice, *matrices, mlp.experts, residual, pdl=pdl).x
 
 
+class Router(nn.Module):
+    """Norm, router and choice of a layer's experts. A forward hook sees what every token chooses.
+
+    Args:
+        layer: has the norm and the experts.
+        pdl: launch by PDL, where the GPU can.
+    """
+
+    def __init__(self, layer: DecoderLayer, pdl: bool) -> None:
+        super().__init__()
+        self._norm, self._mlp, self._pdl = layer.post_attention_layernorm, layer.mlp, pdl
+        device = self._mlp.gate.weight.device
+        self._arrival_counters = torch.zeros(ROUTED_TOGETHER // 16, dtype=torch.int32, device=device)
+
+    def forward(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Choice]:
+        """Normalise rows `[tokens, hidden]` and choose their experts; `slots` as in `norm_route`."""
+        norm, router, experts, pdl = self._norm, self._mlp.gate.weight, self._mlp.experts, self._pdl
+        if len(slots) <= ROUTED_TOGETHER:
+            return norm_route(x, norm.weight, norm.eps, router, experts, slots, self._arrival_counters, pdl)
+        x = rms_norm(x, norm.weight, norm.eps, pdl)
+        return x, choose(F.linear(x, router), experts, slots, pdl)
+
+
 class ExpertLayer(FusedLayer):
     """A fused layer whose MLP has experts. Arguments as of `FusedLayer`."""
 
     def __init__(self, layer: DecoderLayer, *others: Any) -> None:
         super().__init__(layer, *others)
-        blocks = ROUTED_TOGETHER // 16
-        self._arrival_counters = torch.zeros(blocks, dtype=torch.int32, device=layer.input_layernorm.weight.device)
+        self.router = Router(layer, self._pdl)
 
     def forward(
         self, x: Any, rotation: Rotation, layer_cache: tuple[Any, Any], metadata: AttentionMetadata
@@ -53,25 +75,15 @@ class ExpertLayer(FusedLayer):
         query = self._queries(x, rotation, layer_cache, slots)
         attended = self.backend.attend(query, *layer_cache, metadata, attention.scale, attention.window).flatten(1)
         residual = products.add(attended, attention.o_proj, x.x, None) if few else attention.o_proj(attended, x)
-        group = self.mlp.group
-        stream = self._add_experts(residual, slots, residual if group is None else torch.zeros_like(residual))
-        if group is not None:
-            return group.all_reduce(stream.x, residual)
+        mlp = self.mlp
+        rows, choice = self.router(residual, slots)
+        if mlp.group is not None:
+            total = mlp.add_shared(rows, torch.zeros_like(residual))
+            return mlp.group.all_reduce(mlp.compute(mlp, rows, *choice, total), residual)
+        matrices = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        stream = run_experts(rows, choice, *matrices, mlp.experts, mlp.add_shared(rows, residual), pdl=self._pdl)
         reads_stream = few and self._next_gain is not None and isinstance(products, SkinnyGemms)
         return stream if reads_stream else stream.x
-
-    def _add_experts(self, residual: Tensor, slots: Tensor, total: Tensor) -> Stream:
-        """Add the outputs of the experts for the rows `residual` to `total`, in place; it may be the same tensor."""
-        mlp, norm = self.mlp, self.post_attention_layernorm
-        router, experts, pdl = mlp.gate.weight, mlp.experts, self._pdl
-        if len(slots) <= ROUTED_TOGETHER:
-            counters = self._arrival_counters
-            x, choice = norm_route(residual, norm.weight, norm.eps, router, experts, slots, counters, pdl)
-        else:
-            x = rms_norm(residual, norm.weight, norm.eps, pdl)
-            choice = choose(F.linear(x, router), experts, slots, pdl)
-        total = mlp.add_shared(x, total)
-        return run_experts(x, choice, mlp.gate_up_proj.weight, mlp.down_proj.weight, experts, total, pdl=pdl)
 
 
 def make_layer(layer: DecoderLayer, *others: Any) -> FusedLayer:

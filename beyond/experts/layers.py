@@ -34,7 +34,8 @@ class Compute(Protocol):
         Args:
             mlp: has the matrices.
             x: `[tokens, hidden]`, normalised.
-            weights, chosen: `[tokens, per_token]`, what `route` returns.
+            weights, chosen: `[tokens, per_token]`, what `route` returns; experts are numbered as the matrices are, and
+                -1 is none of them.
             residual: `[tokens, hidden]`.
         """
         ...
@@ -65,7 +66,7 @@ def rows_of(linear: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:
 def expert_by_expert(mlp: SparseMLP, x: Tensor, weights: Tensor, chosen: Tensor, residual: Tensor) -> Tensor:
     """Run one expert after another, each on its tokens: a `Compute` in plain PyTorch, which waits for the device."""
     hidden, size = x.shape[1], mlp.experts.size
-    for expert in chosen.unique().tolist():
+    for expert in chosen[chosen >= 0].unique().tolist():
         token, which = torch.where(chosen == expert)
         gate, up = (x[token] @ rows_of(mlp.gate_up_proj, 2 * expert * size, 2 * size, x.dtype).T).chunk(2, dim=-1)
         output = (mlp.activation(gate) * up) @ rows_of(mlp.down_proj, expert * hidden, hidden, x.dtype).T
@@ -92,7 +93,7 @@ class SparseMLP(nn.Module):
         compute: Compute = expert_by_expert,
     ) -> None:
         super().__init__()
-        hidden, size, numbers = config.hidden_size, experts.size, range(experts.count)
+        hidden, size, numbers = config.hidden_size, experts.size, experts.held
         self.experts, self.compute, self.activation = experts, compute, ACTIVATIONS[config.activation]
         self.gate = Linear(hidden, {"gate": experts.count}, False, dtype, device)  # the router, never in 8 bits
         pairs = {f"experts.{i}.{name}": size for i in numbers for name in ("gate_proj", "up_proj")}
@@ -119,7 +120,7 @@ class SparseMLP(nn.Module):
 
     @property
     def group(self) -> Any:
-        """The ranks that hold the other parts of every expert; None if this one has whole experts."""
+        """The ranks that have the other experts, or the other parts of every expert; None if this one has all."""
         return getattr(self.down_proj, "group", None)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:

@@ -10,8 +10,6 @@ rows that they send to each other. Both ways give what one process with all expe
 """
 
 from collections.abc import Callable
-from multiprocessing import get_context
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from beyond.experts.loop import DOWN, EXPERTS, GATE, HIDDEN, ROUTER, SIZE, UP, compute
+from stage_f_graph_tp.tensor_parallel.loop import in_two_processes
 
 RANKS, PER_TOKEN, TOKENS = 2, 2, 64  # tokens of each process
 
@@ -75,29 +74,15 @@ def dispatched(rank: int, x: Tensor) -> tuple[Tensor, int]:
     return total, sum(len(going[r]) + len(arrived[r]) for r in others)
 
 
-def as_rank(rank: int, store: str, way: Callable, x: Tensor) -> tuple[Tensor, int]:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    result = way(rank, x[rank])
-    dist.destroy_process_group()
-    return result
-
-
-def in_two_processes(way: Callable, x: Tensor) -> tuple[Tensor, int]:
-    """Start process 1, and run as process 0, whose result is returned."""
-    with TemporaryDirectory() as folder:
-        work = f"{folder}/store", way, x  # a file through which the two find each other
-        other = get_context("spawn").Process(target=as_rank, args=(1, *work), daemon=True)
-        other.start()
-        result = as_rank(0, *work)
-        other.join()
-    return result
+def as_rank(way: Callable, x: Tensor, rank: int) -> tuple[Tensor, int]:
+    return way(rank, x[rank])
 
 
 def main() -> None:
     x = torch.randn(RANKS, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2))
     expected, counts = add_experts(x[0], route(x[0]), range(EXPERTS)), []
     for way in (sharded, dispatched):
-        outputs, sent = in_two_processes(way, x)
+        outputs, sent = in_two_processes(way, x, run=as_rank)
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
         counts.append(sent)
     counted = " → ".join(map(str, counts))

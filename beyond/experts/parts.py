@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from beyond.experts.layers import Compute, expert_by_expert, make_sparse_mlp
+from beyond.experts.parallel import WAYS
 from beyond.options import Options
 from stage_a_naive.checkpoints.experts import ExpertTensors
 from stage_a_naive.checkpoints.loading import ModelSource
@@ -31,6 +32,8 @@ def with_experts(formats: Formats, source: ModelSource, options: Options, device
         from beyond.experts.fused_layers import triton_experts  # here: only a GPU needs Triton
 
         compute = partial(triton_experts, pdl=options.uses("pdl"))
+    if options.expert_parallel != "off":
+        compute = partial(WAYS[options.expert_parallel], compute)
     count = max(kind.experts.count for kind in config.layers if kind.experts)
 
     def open_tensors(*given: object) -> TensorSource:

@@ -49,7 +49,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 class Choice(NamedTuple):
-    """The experts of every token, largest weight first. Padding rows have none: -1."""
+    """The experts of every token, largest weight first. -1: none, as for padding rows, or one of another rank."""
 
     weights: Tensor  # float32 [tokens, per_token]
     chosen: Tensor  # int32 [tokens, per_token]
@@ -188,7 +188,7 @@ def gate_up_silu(
     values, scales, group_size = _parts(weight)
     of_blocks = chosen if groups is None else groups.experts
     block = 16 if groups is None else groups.order.shape[1]
-    tiles = tiles or choose_tiles(block, groups is not None, x.dtype, values.dtype, True)
+    tiles = tiles or choose_tiles(block, len(x) if groups is None else None, x.dtype, values.dtype, True)
     gate_up_silu_kernel[ceil_div(size, tiles.rows), of_blocks.numel()](
         x,
         of_blocks,
@@ -208,73 +208,51 @@ def gate_up_silu(
 def down_add(
     x: Tensor,
     choice: Choice,
+    groups: Groups | None,
     weight: Tensor | Quantized,
     experts: Experts,
     residual: Tensor,
     tiles: Tiles | None = None,
     pdl: bool = True,
 ) -> Stream:
-    """Add the weighted outputs of every token's experts to `residual [tokens, hidden]`, in place, for few tokens.
+    """Add the weighted outputs of every token's experts to `residual [tokens, hidden]`, in place.
 
     Args:
         x: `[tokens * per_token, size]`, what `gate_up_silu` returns.
+        groups: blocks of pairs: the products of all pairs, and in a second launch their sums. None: one launch, in
+            which a program multiplies and adds the pairs of one token.
         weight: `[count * hidden, size]`.
     """
     tokens, hidden = residual.shape
+    values, scales, group_size = _parts(weight)
     per_token = _power_of_2(experts.per_token)
-    block = max(16, per_token)
-    values, scales, group_size = _parts(weight)
-    tiles = tiles or choose_tiles(block, False, x.dtype, values.dtype, False)
-    tiles = replace(tiles, rows=max(1, ceil_div(tiles.rows, per_token)))
+    block = max(16, per_token) if groups is None else groups.order.shape[1]
+    tiles = tiles or choose_tiles(block, tokens if groups is None else None, x.dtype, values.dtype, False)
+    if groups is None:
+        tiles = replace(tiles, rows=max(1, ceil_div(tiles.rows, per_token)))
     programs = ceil_div(hidden, tiles.rows)
-    squares = torch.empty(programs, tokens, dtype=torch.float32, device=x.device)
-    down_add_kernel[programs, tokens](
-        x,
-        choice.chosen,
-        choice.weights,
-        values,
-        scales,
-        residual,
-        residual.stride(0),
-        squares,
-        tokens,
-        SIZE=experts.size,
-        OUT_SIZE=hidden,
-        PER_TOKEN=experts.per_token,
-        PER_TOKEN_PAD=per_token,
-        **_settings(tiles, block, experts.size, group_size, x, pdl),
-    )
-    return Stream(residual, squares)
-
-
-def down_and_add(
-    x: Tensor,
-    choice: Choice,
-    groups: Groups,
-    weight: Tensor | Quantized,
-    experts: Experts,
-    residual: Tensor,
-    tiles: Tiles | None = None,
-    pdl: bool = True,
-) -> Stream:
-    """As `down_add`, by blocks of pairs, in two launches: the products of all pairs, and their sums."""
-    tokens, hidden = residual.shape
+    sizes = {"SIZE": experts.size, "OUT_SIZE": hidden}
+    settings = sizes | _settings(tiles, block, experts.size, group_size, x, pdl)
+    squares = torch.empty(programs if groups is None else 1, tokens, dtype=torch.float32, device=x.device)
+    if groups is None:
+        down_add_kernel[programs, tokens](
+            x,
+            choice.chosen,
+            choice.weights,
+            values,
+            scales,
+            residual,
+            residual.stride(0),
+            squares,
+            tokens,
+            PER_TOKEN=experts.per_token,
+            PER_TOKEN_PAD=per_token,
+            **settings,
+        )
+        return Stream(residual, squares)
     products = torch.empty(tokens * experts.per_token, hidden, dtype=x.dtype, device=x.device)
-    squares = torch.empty(1, tokens, dtype=torch.float32, device=x.device)
-    values, scales, group_size = _parts(weight)
-    block = groups.order.shape[1]
-    tiles = tiles or choose_tiles(block, True, x.dtype, values.dtype, False)
-    down_kernel[ceil_div(hidden, tiles.rows), len(groups.experts)](
-        x,
-        groups.experts,
-        groups.order,
-        values,
-        scales,
-        choice.weights,
-        products,
-        SIZE=experts.size,
-        OUT_SIZE=hidden,
-        **_settings(tiles, block, experts.size, group_size, x, pdl),
+    down_kernel[programs, len(groups.experts)](
+        x, groups.experts, groups.order, values, scales, choice.weights, products, **settings
     )
     add_pairs_kernel[(tokens,)](
         products,
@@ -302,12 +280,11 @@ def run_experts(
     pdl: bool = True,
 ) -> Stream:
     """Add the outputs of the chosen experts to `residual`, in place; arguments as above."""
-    if len(x) <= few_tokens:
-        activated = gate_up_silu(x, choice.chosen, None, gate_up, experts, pdl=pdl)
-        return down_add(activated, choice, down, experts, residual, pdl=pdl)
-    groups = group(choice.chosen, experts.count, block_rows(len(x), experts), pdl)
+    groups = None
+    if len(x) > few_tokens:
+        groups = group(choice.chosen, len(experts.held), block_rows(len(x), experts), pdl)
     activated = gate_up_silu(x, choice.chosen, groups, gate_up, experts, pdl=pdl)
-    return down_and_add(activated, choice, groups, down, experts, residual, pdl=pdl)
+    return down_add(activated, choice, groups, down, experts, residual, pdl=pdl)
 
 
 def block_rows(tokens: int, experts: Experts) -> int:
@@ -316,8 +293,14 @@ def block_rows(tokens: int, experts: Experts) -> int:
 
 
 @lru_cache(maxsize=256)
-def choose_tiles(block: int, grouped: bool, dtype: torch.dtype, stored: torch.dtype, is_gate_up: bool) -> Tiles:
-    """Choose tiles: narrow ones to read fast, and for large blocks square ones to multiply fast."""
+def choose_tiles(block: int, few: int | None, dtype: torch.dtype, stored: torch.dtype, is_gate_up: bool) -> Tiles:
+    """Choose tiles: narrow ones to read fast, and for large blocks square ones to multiply fast.
+
+    Args:
+        block: rows of a block.
+        few: tokens, if every pair is a block; None if the pairs are grouped.
+        dtype, stored: of the activations and of the matrices.
+    """
     if dtype == torch.float32:  # tensor cores do not multiply float32 at full precision: small tiles
         return Tiles(16, GROUP_SIZE if stored.itemsize == 1 else 32, stages=2)
     columns = 128 if block < 64 else 64
@@ -325,8 +308,9 @@ def choose_tiles(block: int, grouped: bool, dtype: torch.dtype, stored: torch.dt
         columns = GROUP_SIZE  # a group of scales
     if block >= 64:
         return Tiles(64 if is_gate_up else 128, columns, warps=8, stages=3)
-    if not grouped:
-        return Tiles(16 if is_gate_up else 64, columns, stages=6)
+    # The fastest of a sweep on an H200, for Qwen3-30B-A3B (`python -m benchmarks.micro experts part=tiles`).
+    if few is not None:
+        return Tiles(32, columns, stages=3) if is_gate_up else Tiles(64, columns, stages=5 if few == 1 else 3)
     return Tiles(32 if is_gate_up else 64, columns, stages=4)
 
 

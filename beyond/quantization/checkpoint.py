@@ -24,10 +24,11 @@ from torch import Tensor
 
 from beyond.options import Options
 from beyond.quantization.options import GROUP_SIZE
-from stage_a_naive.checkpoints.checkpoint import LazyTensor, SafetensorsDirectory
+from stage_a_naive.checkpoints.checkpoint import SafetensorsDirectory
 from stage_a_naive.checkpoints.config_classes import CONFIG_CLASSES
 from stage_a_naive.checkpoints.loading import ModelSource, resolve
 from stage_a_naive.checkpoints.model_config import check_config, read_json_object
+from stage_a_naive.checkpoints.tensor_source import LazyTensor
 from stage_a_naive.contract.errors import ModelError
 from stage_d_paged.weights import TensorSource, tensor_source
 

@@ -6,7 +6,7 @@
 Ray Serve starts the replicas, on this machine or on all that have joined with `ray start`, restarts those that die,
 replaces them one by one when the application is deployed again, and has a router that keeps a session on its replica.
 Our part is small: which requests belong to one session, and when a request may be sent a second time. An engine's API
-    is called directly as an ASGI application: its messages go over Ray's handle, one by one.
+is called directly as an ASGI application: its messages go over Ray's handle, one by one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from stage_a_naive.checkpoints.checkpoint import LazyTensor
+from stage_a_naive.checkpoints.tensor_source import LazyTensor
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
 from stage_d_paged.weights import TensorSource

@@ -44,7 +44,7 @@ def parse(
     """Read the command line: the server's options, and those of the engine that it names.
 
     Args:
-        own: another program's name and options, which come beside these.
+        own: name and options of another program, in addition to these.
     """
     name = own.prog if own else "python -m beyond.serving"
     first = argparse.ArgumentParser(prog=name, add_help=False, allow_abbrev=False)
@@ -116,14 +116,14 @@ def parse(
 
 
 def _options_module(chosen: argparse.Namespace) -> str:
-    """Return the module that adds the engine's options: the stage's, or where another engine's `options_class` is."""
+    """Return the module that adds the engine's options: the stage's, or that of the engine's `options_class`."""
     if chosen.engine is None:
         return STAGES[chosen.stage].partition(":")[0] + ".options"  # without PyTorch, which `--help` need not wait for
     return load_class(chosen.engine).options_class.__module__
 
 
 def serve_process(process: EngineProcess, options: argparse.Namespace) -> int:
-    """Serve the engine that a process is loading; returns the exit code."""
+    """Serve the engine that another process is loading; returns the exit code."""
     from beyond.serving.remote_engine import EngineDied, RemoteLLM  # here: the process imports PyTorch meanwhile
 
     try:
@@ -136,14 +136,14 @@ def serve_process(process: EngineProcess, options: argparse.Namespace) -> int:
 
 
 def serve_llm(llm: LLM | RemoteLLM, engine: str, options: argparse.Namespace) -> None:
-    """Serve an engine until a signal comes, and print where.
+    """Serve an engine until a signal comes, and print its address.
 
     Args:
         engine: its name, `module:class`.
 
     Raises:
         ModelError: the model's `generation_config.json` is invalid.
-        ValueError: the model's chat template does not have an argument that was given.
+        ValueError: an argument was given that the model's chat template does not have.
     """
     from uvicorn.loops.auto import auto_loop_factory
 

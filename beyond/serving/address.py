@@ -1,4 +1,4 @@
-"""Open the port that the server listens on. No PyTorch here, so a port that is taken is reported at once."""
+"""Open the server's port. This module does not import PyTorch, so an occupied port is reported at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on an address; port 0 takes a free one.
+    """Listen on an address; port 0 chooses a free port.
 
     Raises:
-        OSError: there is no such port, it is taken, or the address is not this machine's.
+        OSError: the port is invalid or occupied, or the address does not belong to this machine.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""The answers' JSON: whole, or one chunk per token."""
+"""The JSON of answers: complete, or one chunk per token."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # 
 
 
 class Answer:
-    """Writes the answer to one `Ask`; the fields that all its messages share are made once.
+    """Writes the answer to one `Ask`; the fields common to all its messages are made once.
 
     Args:
-        ask: what was asked.
-        requests: one for each choice.
+        ask: the request.
+        requests: one per choice.
         model: the model's name.
-        tokenizer: to write tokens out where their log-probabilities are asked for.
+        tokenizer: writes out tokens if their log-probabilities are requested.
         splits_reasoning: whether to separate a chat's reasoning from its answer; structured output has no reasoning.
 
     Attributes:
-        num_choices: of the whole answer, those to all prompts.
+        num_choices: choices of all prompts together.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Answer:
 
     @property
     def constrains_calls(self) -> bool:
-        """Whether an answer that has ended needs `checked`, which may take long."""
+        """Tell whether a complete answer needs `checked`, which may take long."""
         return self._ask.tools is not None and self._ask.tools.grammar is not None
 
     def checked(self, output: GenerationOutput) -> GenerationOutput:
-        """Return an answer that has ended; with an error if its constrained calls are not what their schemas allow."""
+        """Return a complete answer, with an error if its constrained calls violate their schemas."""
         assert self._ask.tools is not None
         error = error_in_calls(self._ask.tools, output["text"]) if output["finish_reason"] == "stop" else None
         return output if error is None else {**output, "finish_reason": "error", "error": error}
@@ -84,12 +84,12 @@ class Answer:
         tokens: Sequence[Sequence[Token]],
         scores: Sequence[PromptLogprobs] = (),
     ) -> dict[str, Any]:
-        """Write the whole answer.
+        """Write the complete answer.
 
         Args:
             outputs: one for each choice.
             tokens: the tokens of each choice.
-            scores: the log-probabilities of each prompt, where they were asked for.
+            scores: the log-probabilities of each prompt, if requested.
         """
         choices = []
         for index, output in enumerate(outputs):
@@ -111,11 +111,11 @@ class Answer:
     def chunk(
         self, index: int, token: Token | None, ended: GenerationOutput | None = None, error: dict | None = None
     ) -> str:
-        """One token of choice number `index` as JSON, also when its text is still empty; None is an end alone.
+        """Write one token of choice `index` as JSON, even if its text is still empty; None writes only the end.
 
         Args:
-            ended: the whole answer, with its last token.
-            error: what a choice that has failed tells besides.
+            ended: the complete answer, with its last token.
+            error: additional fields of a failed choice.
         """
         tells_role = self._ask.is_chat and index not in self._begun
         if self._ask.continuous_usage:
@@ -158,9 +158,9 @@ class Answer:
         return message
 
     def _delta(self, index: int, text: str, ends: bool) -> dict[str, Any]:
-        """Say what is new in a chat's answer: what the model thinks, its text, and the calls of tools in it.
+        """Return the new parts of a chat's answer: reasoning, text and tool calls.
 
-        `reasoning_content` is for clients that know the older name alone.
+        `reasoning_content` is for clients that only know the older name.
         """
         reasoning, text = self._splits[index].feed(text, ends) if self._splits else ("", text)
         thought = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
@@ -172,16 +172,16 @@ class Answer:
         return thought | self._calls[index].feed(text, ends)
 
     def _finish_reason(self, index: int, reason: str) -> str:
-        """Why an answer ends; one that ends by itself and has called tools waits for what they return."""
+        """Return why an answer ended: `tool_calls` if it ended by itself after calling tools."""
         called = index in self._calls and self._calls[index].has_called
         return "tool_calls" if reason == "stop" and called else reason
 
     def usage_chunk(self, outputs: Sequence[GenerationOutput]) -> str:
-        """Write the last chunk, as JSON, of a stream that is to tell its numbers of tokens."""
+        """Write the last chunk, as JSON, of a stream that reports its token counts."""
         return as_json(self._chunk_head | {"choices": [], "usage": self.usage(outputs)})
 
     def usage(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
-        """Numbers of tokens. A prompt counts once, however many answers it gets."""
+        """Return the token counts. A prompt counts once, however many answers it gets."""
         of_prompts = [output["metrics"] for output in outputs[:: self._ask.n]]
         prompt = sum(metrics["num_prompt_tokens"] for metrics in of_prompts)
         completion = sum(output["metrics"]["num_generated_tokens"] for output in outputs)
@@ -224,7 +224,7 @@ class Answer:
         return written
 
     def _prompt_logprobs(self, index: int, scores: PromptLogprobs) -> list[dict[str, Any] | None]:
-        """Write the log-probabilities of a prompt by token ids, as vLLM does; a rank is known of the likeliest."""
+        """Write the log-probabilities of a prompt by token id, as vLLM does; only the likeliest tokens have a rank."""
         written: list[dict[str, Any] | None] = []
         for token_id, found in zip(self._prompts[index], scores, strict=True):
             if found is None:
@@ -252,7 +252,7 @@ class Answer:
 
 
 def without_tokens(request: Request) -> GenerationOutput:
-    """Make the output of a request whose prompt alone is asked about."""
+    """Make the output of a request that only asks about its prompt."""
     prompt = request.prompt_token_ids
     metrics = Metrics(
         prefill_time=0,
@@ -276,7 +276,7 @@ def without_tokens(request: Request) -> GenerationOutput:
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
-    """Token ids as text, special tokens too, and a placeholder for each id that the tokenizer does not know."""
+    """Return token ids as text, with special tokens, and a placeholder for each unknown id."""
     backend = tokenizer.backend_tokenizer
     parts = []
     for known, group in groupby(ids, lambda i: backend.id_to_token(i) is not None):
@@ -286,7 +286,7 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def bytes_of(token_id: int, text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return a token's bytes, also of a part of a character, which `text` shows as U+FFFD: clients join them."""
+    """Return a token's bytes, also for part of a character (U+FFFD in `text`), so that clients can join them."""
     token = tokenizer.backend_tokenizer.id_to_token(token_id) if "\ufffd" in text else text
     if token == text:
         return list(text.encode())

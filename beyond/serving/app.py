@@ -1,9 +1,10 @@
-"""The HTTP API: access, endpoints, the JSON of answers, and errors.
+"""The HTTP API: access, endpoints, answers and errors.
 
     request -> [key? small enough? JSON?] -> protocol.py -> AsyncLLM.submit -> events -> answers.py -> HTTP
 
-Every error is `{"error": {"message", "type", "param", "code"}}` with the status that fits. While an answer is
-computed, the end of its connection is awaited too (`unless_gone`), so a client that goes away is noticed at any point.
+Every error is `{"error": {"message", "type", "param", "code"}}` with the fitting status. While an answer is
+computed, the server also waits for the end of its connection (`unless_gone`), so it notices at any point that a client
+has disconnected.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ class Api:
 
     Args:
         llm: the engine.
-        model: the name under which clients ask for it.
-        limits: of one request.
-        api_key: what clients must send as `Authorization: Bearer …`; None lets everybody in.
-        defaults: sampling parameters for those that a request does not name.
-        hosts: names, besides `localhost` and numbers, under which the server may be asked where it has no key.
+        model: the model's name for clients.
+        limits: the limits of one request.
+        api_key: what clients must send as `Authorization: Bearer …`; None admits everybody.
+        defaults: sampling parameters that a request leaves out.
+        hosts: host names, besides `localhost` and numbers, that requests may use if there is no key.
         write_log: called with a line about every request; None writes none.
-        chat: what to do with chats.
-        tool_call_parser: which reads calls of tools, see `tools.py`; `auto` looks into the chat template.
+        chat: options of chats.
+        tool_call_parser: name of the parser of tool calls, see `tools.py`; `auto` looks into the chat template.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Api:
     def app(self, more_routes: Sequence[Route] = ()) -> App:
         """Make the application for a web server."""
         routes = [
-            # The router tries one after the other, so what is asked most comes first.
+            # The router tries one after the other, so the most frequent come first.
             Route("/v1/chat/completions", self.post(self.chat_completions), methods=["POST"]),
             Route("/v1/completions", self.post(self.completions), methods=["POST"]),
             Route("/v1/models", self.guarded(self.models), methods=["GET"]),
@@ -134,7 +135,7 @@ class Api:
     # ---- access and bodies --------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Endpoint:
-        """Make an endpoint for clients with the key."""
+        """Make an endpoint that only serves clients with the key."""
 
         async def answer(request: HttpRequest) -> ASGIApp:
             self._check_key(request)
@@ -143,7 +144,7 @@ class Api:
         return Endpoint(answer, self._log)
 
     def post(self, handler: Handler) -> Endpoint:
-        """Make a guarded endpoint whose `handler` gets the body's JSON, and is cancelled when the client goes."""
+        """Make a guarded endpoint whose `handler` gets the body's JSON and is cancelled when the client disconnects."""
 
         async def read_and_answer(request: HttpRequest) -> ASGIApp:
             body = await self._read_json(request)
@@ -166,10 +167,10 @@ class Api:
             raise RequestError("send the server's key: Authorization: Bearer …", status=401, code="invalid_api_key")
 
     def _check_host(self, host: str) -> None:
-        """Refuse a name that is not ours: a page of another site may have its own name lead to this machine.
+        """Refuse an unknown host name: another site may let its name resolve to this machine.
 
-        A browser takes such a page for one of the server's own (DNS rebinding), but still sends the name that it was
-        given. A number is no name, and nobody else's.
+        The browser then takes that site's page for one of this server (DNS rebinding), but still sends the site's name.
+        A numeric address is safe.
         """
         name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
         name = name.strip("[]").lower()
@@ -181,7 +182,7 @@ class Api:
             raise RequestError(f"this server is not called {shown(name)}; {advice}", status=403, code="unknown_host")
 
     async def read_body(self, request: HttpRequest) -> bytes:
-        """Read the body, no further than the limits. The connection's next message is its end."""
+        """Read the body, up to the limits. The connection's next message is its end."""
         body = bytearray()
         try:
             async with asyncio.timeout(self.limits.read_seconds):
@@ -270,7 +271,7 @@ class Api:
         return JSONResponse({**special, **named, "max_model_len": self.llm.llm.max_model_len})
 
     async def health(self, request: HttpRequest) -> Response:
-        """`GET /health`: 200 while requests are taken and steps succeed."""
+        """`GET /health`: 200 while requests are accepted and steps succeed."""
         return Response(status_code=200 if await self.llm.works() else 503)
 
     async def version(self, request: HttpRequest) -> Response:
@@ -289,11 +290,11 @@ class Api:
         return JSONResponse(describe_api())
 
     async def docs(self, request: HttpRequest) -> Response:
-        """`GET /docs`: the same as a page."""
+        """`GET /docs`: the same description as a page."""
         return HTMLResponse(docs_page(describe_api()), headers=HEADERS)
 
     async def metrics_text(self) -> str:
-        """All metrics now, or those that the engine told last if it does not answer; `EngineClosed` if it is."""
+        """Return all metrics; the last known ones if the engine does not answer. `EngineClosed` if it is closed."""
         return exposition(self.model, await self.llm.numbers(), self.llm.metrics)
 
     # ---- answers ------------------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ class Api:
             raise RequestError(str(error), param="prompt_logprobs", code="unsupported_parameter") from None
 
     def _requests(self, ask: Ask) -> list[Request]:
-        """Make a request per answer. The `n` of one prompt differ in their seed, and share its blocks in the pool."""
+        """Make a request per answer. The `n` requests of a prompt have different seeds and share its blocks."""
         try:
             prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
             return self.llm.llm.requests(prompts, ask.params)

@@ -1,4 +1,4 @@
-"""An engine for asyncio: many coroutines await their answers, one thread runs the steps.
+"""An engine for asyncio: many coroutines await answers, and one thread runs the steps.
 
     llm = AsyncLLM(LLM("tutor"))                       # inside a running event loop
     async for piece in llm.stream("What is a KV cache?", SamplingParams(temperature=0)):
@@ -7,7 +7,7 @@
     await llm.close()
 
 The queue in front of the engine is bounded. A queue without a bound turns overload into endless waiting for everybody;
-one with a bound tells the caller at once to come back later (`QueueFull`; status 429 over HTTP).
+a bounded one tells the caller at once to come back later (`QueueFull`; status 429 over HTTP).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ HEALTH_SECONDS = 60.0  # an engine that has been silent for this long is not hea
 
 
 class QueueFull(Exception):
-    """Too many requests wait already."""
+    """Too many requests are waiting."""
 
 
 class Stream(Call):
-    """The events of one call's requests as they arrive: `with` it, `async for` over it.
+    """The events of one call's requests as they arrive: use it in `with`, and iterate with `async for`.
 
-    Each item is a list of everything that has arrived since the last one, so that a reader that falls behind catches up
-    in one go. Leaving the `with` block early drops the requests that have not ended.
+    Each item is a list of all events since the last item, so a slow reader catches up at once. Leaving the `with` block
+    early drops the requests that have not ended.
     """
 
     def __init__(self, requests: Sequence[Request], llm: AsyncLLM) -> None:
@@ -59,7 +59,7 @@ class Stream(Call):
         self._arrived: asyncio.Future[None] | None = None  # while the reader waits
 
     def put(self, request: Request, event: Event) -> None:
-        """Take in what the engine tells about a request."""
+        """Receive an event of a request."""
         self.num_unfinished -= event.output is not None or event.error is not None
         if event.output is None and self._error is None:
             self._error = event.error
@@ -78,7 +78,7 @@ class Stream(Call):
         return self
 
     async def __anext__(self) -> list[tuple[Request, Event]]:
-        """Return the next events, also those of requests that failed. Raises an error of the engine, behind them."""
+        """Return the next events, also of failed requests. An error of the engine is raised after them."""
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -93,7 +93,7 @@ class Stream(Call):
 def groups(prompts: list[list[int]], most: int = MOST_TOKENS) -> Iterator[list[list[int]]]:
     """Group prompts, in their order: at most `most` tokens, or one prompt that is longer.
 
-    A group is what the engine does for one caller before it is another's turn, or before the caller may give up.
+    The engine computes one group for a caller before another caller's turn, or before the caller may cancel.
     """
     group: list[list[int]] = []
     for prompt in prompts:
@@ -107,12 +107,12 @@ def groups(prompts: list[list[int]], most: int = MOST_TOKENS) -> Iterator[list[l
 class AsyncLLM:
     """An `LLM` of stage E, F or `beyond`, for the coroutines of one event loop. Make it inside the running loop.
 
-    Other threads of the program may go on calling `llm.generate`: their requests join the same batches.
+    Other threads of the program may still call `llm.generate`: their requests join the same batches.
 
     Args:
         llm: the engine; it runs in a thread of this process or, as a `RemoteLLM`, in another process.
-        max_queue: requests that may wait beside those that fill the engine's batch slots.
-        health_seconds: that the engine may be silent for and still count as healthy.
+        max_queue: requests that may wait, in addition to those in batch slots.
+        health_seconds: the engine counts as healthy if it has been silent for at most this long.
     """
 
     def __init__(self, llm: LLM | RemoteLLM, max_queue: int = 256, health_seconds: float = HEALTH_SECONDS) -> None:
@@ -139,8 +139,8 @@ class AsyncLLM:
         """Queue requests that `llm.requests` has checked, all of them or none.
 
         Raises:
-            QueueFull: there is no room for them now.
-            EngineClosed: there will be none any more.
+            QueueFull: there is no room now.
+            EngineClosed: the engine is closed.
         """
         self._check_open()
         self._admit(len(requests))
@@ -153,7 +153,7 @@ class AsyncLLM:
             raise EngineClosed("the server is shutting down; send the request elsewhere, or again when it is back")
 
     def _admit(self, num_requests: int) -> None:
-        """Count new requests in, or raise `QueueFull` and count none."""
+        """Count new requests; if there is no room, raise `QueueFull` and count none."""
         if self.num_unfinished + num_requests > self.max_unfinished:
             raise QueueFull(
                 f"{self.num_unfinished} requests are waiting or running, and at most {self.max_unfinished} may; "
@@ -162,7 +162,7 @@ class AsyncLLM:
         self.num_unfinished += num_requests
 
     def forget(self, stream: Stream) -> None:
-        """Drop what has not ended of a stream."""
+        """Drop the unfinished requests of a stream."""
         if stream.num_unfinished:
             self.metrics.count_aborted(time.perf_counter(), stream, stream.num_unfinished)
             self._count_out(stream.num_unfinished)
@@ -172,7 +172,7 @@ class AsyncLLM:
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[GenerationOutput]:
-        """Complete prompts, as `llm.generate` does, errors too. Cancel it, and the requests are dropped."""
+        """Complete prompts, with the results and errors of `llm.generate`. Cancelling it drops the requests."""
         requests = await asyncio.to_thread(self.llm.requests, prompts, sampling_params)
         outputs: dict[int, GenerationOutput] = {}
         with self.submit(requests) as stream:
@@ -194,7 +194,7 @@ class AsyncLLM:
                         raise event.error
 
     async def score(self, prompts: list[list[int]], count: int) -> list[PromptLogprobs]:
-        """Compute the log-probability of every token of some prompts, and of the `count` likeliest in its place.
+        """Compute the log-probability of every token of some prompts, and of the `count` likeliest at its position.
 
         Args:
             prompts: token ids that `llm.requests` has checked.
@@ -217,7 +217,7 @@ class AsyncLLM:
         return scored
 
     async def works(self) -> bool:
-        """Tell whether requests are taken and steps succeed. An idle engine whose last step failed tries one more."""
+        """Tell whether requests are accepted and steps succeed. An idle engine whose last step failed tries another."""
         if self.engine_loop.failure is not None and not self.num_unfinished and not self.draining:
             with suppress(Exception):  # the step's, which then is the new failure
                 async with asyncio.timeout(TRIAL_SECONDS):
@@ -226,9 +226,9 @@ class AsyncLLM:
         return not self.draining and self.engine_loop.failure is None and self.silence < self.health_seconds
 
     def ask(self) -> None:
-        """Ask the engine for its numbers, unless it still owes an answer. It gives one between two steps.
+        """Ask the engine for its numbers, unless an answer is still due. It answers between two steps.
 
-        A server asks once a second, so that a process that was stopped, or a kernel that never ends, is noticed.
+        A server asks once a second, and so notices a stopped process or a kernel that never ends.
         """
         if self._question is None or self._question.done():
             self._asked = time.perf_counter()
@@ -236,10 +236,10 @@ class AsyncLLM:
             self._question.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be closed
 
     async def numbers(self) -> dict[str, float]:
-        """Return the engine's gauges and totals; if it does not answer soon, those that it told last.
+        """Return the engine's gauges and totals; if it does not answer soon, the last known ones.
 
         Raises:
-            EngineClosed: there is no engine any more.
+            EngineClosed: the engine is closed.
         """
         self.ask()
         assert self._question is not None
@@ -250,7 +250,7 @@ class AsyncLLM:
 
     @property
     def silence(self) -> float:
-        """For how many seconds the engine has owed an answer; 0 if it owes none."""
+        """Return for how many seconds an answer of the engine has been due; 0 if none is."""
         if self._question is None or self._question.done():
             return 0.0
         return time.perf_counter() - self._asked
@@ -259,7 +259,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self.engine_loop.call(function))
 
     async def drain(self, seconds: float) -> bool:
-        """Take no new requests and wait for the end of those that are here; whether all ended in time."""
+        """Accept no new requests, and wait for the accepted ones; returns whether all ended in time."""
         self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -269,7 +269,7 @@ class AsyncLLM:
         return self.num_unfinished == 0
 
     async def close(self) -> None:
-        """End the engine's thread or process; unfinished requests get an error. A second call does nothing."""
+        """End the engine's thread or process; unfinished requests get an error. A second call is a no-op."""
         self.draining = True
         self.engine_loop.close()
         await asyncio.to_thread(self.engine_loop.join)

@@ -1,12 +1,12 @@
-"""One client's connection: limits on the head of a request and on silence, and the answer to bad HTTP.
+"""One client's connection: limits on a request's head and on silence, and answers to invalid HTTP.
 
-h11 reads HTTP/1.1, and uvicorn runs the application on what it has read. What is added here keeps one client from
-ending the server or stalling the others:
+h11 parses HTTP/1.1, and uvicorn runs the application. The additions here keep one client from ending the server or
+stalling the others:
 
-* A connection is read in pieces of `PIECE_BYTES`, so that no client holds the event loop for longer than a piece takes.
-* A head has at most `HEAD_BYTES`, or one piece more where its end is in that piece.
-* A client that neither asks nor takes in its answer is closed after a while.
-* `Upgrade` is ignored, and the request answered in HTTP/1.1. Only one class of connections can be there.
+* A connection is read in pieces of `PIECE_BYTES`, so no client holds the event loop for longer than one piece takes.
+* A head has at most `HEAD_BYTES`, or one piece more if its end is in that piece.
+* The connection of a client that neither sends a request nor reads its answer is closed after some time.
+* `Upgrade` is ignored, and the request is answered in HTTP/1.1.
 
 https://www.rfc-editor.org/rfc/rfc9112.html
 """
@@ -30,10 +30,10 @@ HEAD_BYTES = 16 << 10
 
 
 class Http(h11.Connection):
-    """h11 for one connection, faster where a stream spends its time: a piece of an answer changes no state."""
+    """h11 for one connection, with a shortcut for streams: a piece of an answer changes no state."""
 
     def send(self, event: h11.Event) -> bytes | None:
-        """Return the bytes of an event. Data go past h11's state machine, which takes more than half of its time."""
+        """Return the bytes of an event. Data skip h11's state machine, which takes more than half of its time."""
         if type(event) is h11.Data and self.our_state is h11.SEND_BODY and self._writer is not None:
             written: list[bytes] = []
             self._writer(event, written.append)
@@ -53,7 +53,7 @@ class Connection(H11Protocol):
         self._since = 0.0  # when that was seen first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; a connection above the limit gets 503, whatever it asks."""
+        """Begin a connection; above the limit it gets 503 for any request."""
         super().connection_made(transport)
         if self._most is not None and len(self.connections) > self._most:
             full = f"{self._most} connections are open, and no more may; retry later"
@@ -63,7 +63,7 @@ class Connection(H11Protocol):
             self.app = refusal  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        """Read what has come, piece by piece."""
+        """Read the received bytes, piece by piece."""
         self._unread += data
         if len(self._unread) == len(data):  # else the pieces before it are still to be read
             self._read()
@@ -83,7 +83,7 @@ class Connection(H11Protocol):
         self._read()
 
     def send_400_response(self, msg: str) -> None:
-        """Tell that this is not HTTP, or a head that is too long, and close. uvicorn calls it in its `except`."""
+        """Report invalid HTTP or a head that is too long, and close. uvicorn calls it in its `except`."""
         found = sys.exc_info()[1]
         status = getattr(found, "error_status_hint", 400)  # 431: a head that is too long
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else an answer has begun, and is broken off
@@ -99,7 +99,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def close_if_silent(self, now: float, seconds: float) -> None:
-        """Close when no request has come for `seconds`, or nothing of an answer been taken in for `SEND_SECONDS`.
+        """Close if no request has arrived for `seconds`, or no part of an answer has been read for `SEND_SECONDS`.
 
         Args:
             now: seconds on the monotonic clock. It is called again and again.

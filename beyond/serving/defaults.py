@@ -1,9 +1,9 @@
-"""Which sampling parameters a request has if it names none: those that the model's authors recommend, as in vLLM.
+"""Default sampling parameters: those that the model's authors recommend, as in vLLM.
 
 A model's directory may hold a `generation_config.json`. Qwen2.5's, for example, recommends temperature 0.7, top_p 0.8,
 top_k 20 and repetition_penalty 1.05. The server applies them to every field that a request leaves out, and vLLM does so
-too (`--generation-config auto`): a client that sends no temperature gets the same distribution from both. Its field
-`do_sample` is ignored, as vLLM does: temperature 0 alone is greedy.
+too (`--generation-config auto`): a client that sends no temperature gets the same distribution from both. The field
+`do_sample` is ignored, as in vLLM: only temperature 0 is greedy.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def keep_all_if_negative(field: str, value: Any) -> Any:
 
 
 def in_words(defaults: Mapping[str, float]) -> str:
-    """Write the defaults in one line, for people."""
+    """Format the defaults in one line."""
     if not defaults:
         return "temperature 1, no filter, no penalty"
     values = ", ".join(f"{name} {value}" for name, value in defaults.items())

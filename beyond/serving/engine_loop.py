@@ -1,15 +1,15 @@
-"""The thread that owns the engine: it runs the steps, and between two steps it does what others ask for.
+"""The thread that owns the engine: it runs the steps, and executes commands between two steps.
 
-    callers, in other threads  --- inbox --->  [do what the inbox says] -> [run a step] -> [deliver its news] -> …
+    callers, in other threads  --- inbox --->  [execute its commands] -> [run a step] -> [deliver its news] -> …
 
-An engine step takes milliseconds, and a web server must never wait that long: it has other clients. So in the server
-nobody but this thread calls the engine. A caller puts a small function into the inbox ("add these requests", "drop
-those") and goes on; the thread empties the inbox before every step, so a request that is dropped during a step has left
-the engine before the next one begins. What a step brought is delivered all at once: one hand-over per step, however
-many clients there are.
+An engine step takes milliseconds, and a web server must never wait that long, because it has other clients. So in the
+server only this thread calls the engine. A caller puts a small function into the inbox ("add these requests", "drop
+those") and continues. The thread empties the inbox before every step, so a request dropped during a step leaves the
+engine before the next one begins. All results of a step are delivered at once: one hand-over per step, for any number
+of clients.
 
-A caller that reads slowly costs the engine nothing. Its tokens wait for it outside the engine, and they are few: an
-answer has at most `max_model_len` tokens. No step ever waits for a reader.
+A slow reader costs the engine nothing. Its tokens wait outside the engine, and they are few: an answer has at most
+`max_model_len` tokens. No step ever waits for a reader.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class EngineClosed(RuntimeError):
 
 
 class Call:
-    """Hold one caller's requests, from when they are submitted until the last one has ended or the caller gives up.
+    """One caller's requests, from submission until the last one has ended or the caller cancels.
 
     Args:
-        requests: what the caller asks, checked.
+        requests: checked requests of the caller.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -52,18 +52,18 @@ T = TypeVar("T")
 
 
 class Inbox(Protocol):
-    """What an `EngineLoop` reads, item by item; a `SimpleQueue` is one."""
+    """The commands of an `EngineLoop`; a `SimpleQueue` is an inbox."""
 
     def put(self, item: Callable[[], None], /) -> None:
-        """Add something to do."""
+        """Add a command."""
         ...
 
     def empty(self) -> bool:
-        """Tell whether nothing is there now."""
+        """Tell whether the inbox is empty."""
         ...
 
     def get(self) -> Callable[[], None]:
-        """Return the next thing to do; wait for it."""
+        """Wait for the next command and return it."""
         ...
 
 
@@ -72,9 +72,9 @@ class EngineLoop:
 
     Args:
         calls: of an engine of stage E or later.
-        deliver: called in the engine's thread after every step with what it brought, and with the time (seconds on the
-            monotonic clock) at which it was known. It must not wait.
-        inbox: what others ask for; a queue by default.
+        deliver: called in the engine's thread after every step with its results, and with the time (seconds on the
+            monotonic clock) at which they were known. It must not wait.
+        inbox: commands of other threads; a queue by default.
     """
 
     def __init__(self, calls: Calls, deliver: Callable[[float, News], None], inbox: Inbox | None = None) -> None:
@@ -94,29 +94,30 @@ class EngineLoop:
     # ---- called by others; none of these waits ------------------------------------------------------------------
 
     def submit(self, call: Call) -> None:
-        """Have the call's requests answered."""
+        """Add the call's requests to the engine."""
         self._inbox.put(partial(self._add, call))
 
     def drop(self, call: Call) -> None:
-        """Forget a call: those of its requests that have not ended are aborted and their blocks freed."""
+        """Drop a call: abort its unfinished requests and free their blocks."""
         self._inbox.put(partial(self._remove, call))
 
     def pause(self) -> None:
-        """Run no more steps until `resume`; requests may come and go meanwhile."""
+        """Run no more steps until `resume`; requests may still be added and dropped."""
         self._inbox.put(partial(setattr, self, "paused", True))
 
     def resume(self) -> None:
-        """Run on after `pause`."""
+        """Continue after `pause`."""
         self._inbox.put(partial(setattr, self, "paused", False))
 
     def single_step(self) -> None:
-        """Run one step although paused, if there is anything to do."""
+        """Run one step while paused, if there is work."""
         self._inbox.put(self._allow_step)
 
     def call(self, function: Callable[[Calls], T]) -> Future[T]:
-        """Call `function` with the engine's calls in its thread between two steps; the result comes in the future.
+        """Call `function` with the engine's calls, in its thread between two steps; the future gets the result.
 
-        What takes longer than a step is a generator, which yields None wherever a step may run, and its result last.
+        A function that takes longer than a step must be a generator that yields None wherever a step may run, and
+        finally its result.
         """
         future = new_future()
         if self.closed:
@@ -227,7 +228,7 @@ class EngineLoop:
         call.live.clear()
 
     def _fail_all(self, error: Exception) -> None:
-        """End every request with `error`, and give its blocks back."""
+        """End every request with `error`, and free its blocks."""
         news = [
             (call, call.live.pop(request_id), Event(request_id, [], "", error=error))
             for request_id, call in self._calls.items()
@@ -245,7 +246,7 @@ class EngineLoop:
 
 
 def new_future() -> Future:
-    """Make a future that nobody can cancel: what it waits for happens anyway."""
+    """Make a future that cannot be cancelled, because its work happens anyway."""
     future: Future = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -1,13 +1,13 @@
-"""The process that owns the engine, beside the one that speaks HTTP: how it is started, and its program.
+"""The engine's process, separate from the HTTP process: how it is started, and its program.
 
     HTTP's process ── pipe: commands ──► inbox of the engine's thread (piped_loop.py)
                    ◄── pipe: one message per step ──┘
 
-Python runs one thread of a process at a time. In one process, planning a step and writing the last one's events to the
-clients take turns; in two they do not wait for each other. The engine's process knows nothing of HTTP.
+Python runs one thread of a process at a time. In one process, planning a step and writing the last step's events to the
+clients would take turns; two processes do both at once. The engine's process knows nothing of HTTP.
 
-It ends when the other one does, whatever ends that: then the pipes break. Ctrl-C and SIGTERM may reach all processes of
-a server at once. What they mean is decided there, so here they are ignored.
+It ends whenever the HTTP process ends, because then the pipes break. Ctrl-C and SIGTERM may reach all processes of a
+server at once. The HTTP process handles them, so this one ignores them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ END_SECONDS = 20  # for the step that runs, and for what an engine does at its e
 
 
 class EngineProcess:
-    """Start an engine in another process, neither by fork nor with the caller's main module.
+    """Start an engine in a new process, without fork and without the caller's main module.
 
     Args:
         engine: `module:class`.
@@ -57,7 +57,7 @@ class EngineProcess:
         self.pid = self._process.pid
 
     def end(self, seconds: float = END_SECONDS) -> str:
-        """Wait for the process's end, and kill it if it takes longer than `seconds`; returns how it ended."""
+        """Wait for the process to end, and kill it after `seconds`; returns how it ended."""
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -66,7 +66,7 @@ class EngineProcess:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """End the process. A second call does nothing."""
+        """End the process. A second call is a no-op."""
         self.commands.close()
         self.end()
 
@@ -75,7 +75,7 @@ class EngineProcess:
 
 
 def serve_engine(commands: Connection, news: Connection, ready: threading.Event) -> int:
-    """Load the engine that the first message names, and run it until the pipe ends; returns the exit code.
+    """Load the engine named by the first message, and run it until the pipe ends; returns the exit code.
 
     Args:
         ready: set when the engine has been loaded.
@@ -104,7 +104,7 @@ def serve_engine(commands: Connection, news: Connection, ready: threading.Event)
 
 
 def freeze_heap() -> None:
-    """Have the garbage collector pass over all that is loaded: it stays, and a look at it would stop the server."""
+    """Exclude all loaded objects from garbage collection: they are permanent, and a scan would stop the server."""
     gc.collect()
     gc.freeze()
 
@@ -113,7 +113,7 @@ def load_class(engine: str) -> type[LLM]:
     """Import an engine.
 
     Raises:
-        ImportError: there is no such module or class.
+        ImportError: the module or class does not exist.
         ValueError: it cannot be served.
     """
     from stage_e_batching.llm import LLM
@@ -128,7 +128,7 @@ def load_class(engine: str) -> type[LLM]:
 
 
 def end_if_left(commands: Connection, ready: threading.Event) -> None:
-    """Wait until the other process has closed its end of the pipe; if the model is still being loaded then, end."""
+    """Wait until the other process closes its end of the pipe; end this process if it is still loading the model."""
     poll = select.poll()
     poll.register(commands, 0)  # for its end, and not for what can be read
     poll.poll()
@@ -137,7 +137,7 @@ def end_if_left(commands: Connection, ready: threading.Event) -> None:
 
 
 def end_at_once(failed: threading.ExceptHookArgs) -> None:
-    """Print what ended a thread, and end the process: the other threads would wait for that one for ever."""
+    """Print the error that ended a thread, and end the process, because other threads would wait for ever."""
     try:
         threading.__excepthook__(failed)
     finally:  # also where nobody reads what is printed

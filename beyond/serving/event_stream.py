@@ -1,8 +1,8 @@
-"""Answers that a client may leave at any time: server-sent events, and the watch over the connection.
+"""Streamed answers, which a client may leave at any time: server-sent events, and detecting a disconnect.
 
-For every answer the server awaits two things at once: the answer, and the end of its connection. If the client goes
-first, the work is cancelled, which leaves the `with stream` block, which drops the requests; the engine frees their
-blocks before its next step.
+For every answer the server waits for two things at once: the answer, and the end of the connection. If the client
+disconnects first, the work is cancelled. This leaves the `with stream` block, which drops the requests, and the engine
+frees their blocks before its next step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ async def unless_gone(receive: Callable[[], Awaitable[object]], work: Awaitable[
     """Await `work`, but cancel it when the client closes its connection.
 
     Args:
-        receive: the connection's, with the body read: the next message on it is its end.
+        receive: of a connection whose body has been read, so its next message is the end.
 
     Raises:
         ClientGone: the connection ended first.
@@ -49,10 +49,10 @@ async def unless_gone(receive: Callable[[], Awaitable[object]], work: Awaitable[
 
 
 class EventStream:
-    """The response whose body is tokens as server-sent events, one event per token, as they come.
+    """A response that sends tokens as server-sent events, one event per token.
 
     Attributes:
-        code: why it broke off; empty if it did not.
+        code: code of the error that ended it early; else empty.
     """
 
     def __init__(self, stream: Stream, answer: Answer, include_usage: bool) -> None:
@@ -67,9 +67,9 @@ class EventStream:
             await unless_gone(partial(self._gone, receive), self._send_all(scope, send))
 
     async def _gone(self, receive: Receive) -> None:
-        """Return when the connection has ended, or when the client has taken in nothing for `SEND_SECONDS`.
+        """Return when the connection has ended, or when the client has read nothing for `SEND_SECONDS`.
 
-        Looking now and then costs nothing. A timeout for every write would cost more than the write.
+        Looking from time to time costs nothing. A timeout for every write would cost more than the write.
         """
         before = -1
         while self._num_begun == self._num_sent or self._num_begun != before:
@@ -109,7 +109,7 @@ class EventStream:
             await send_on(frame(as_json(error_body(error))) + DONE, more=False)
 
     def _checked(self, news: list[tuple[Request, Event]]) -> list[tuple[Request, Event]]:
-        """Return the news with errors where answers have ended whose calls are wrong."""
+        """Return the news, with errors for complete answers whose calls are invalid."""
         checked = []
         for request, event in news:
             if event.output is not None:
@@ -119,10 +119,10 @@ class EventStream:
         return checked
 
     def _frames(self, news: list[tuple[Request, Event]]) -> Iterator[bytes]:
-        """Yield a server-sent event for every token; the last of an answer carries the reason of its end.
+        """Yield a server-sent event for every token; the last one of an answer has its finish reason.
 
-        Where another thread runs the steps, an end may come after its last token was read: then it has an event. The
-        end of an answer that has failed tells the error; that of the only one is the end of the stream.
+        The end may arrive after the last token was read, because another thread runs the steps; then it is a separate
+        event. The end of a failed answer has the error; if it is the only answer, the error ends the stream.
         """
         for request, event in news:
             index, tokens, ended, error = request.index, event.tokens, None, None

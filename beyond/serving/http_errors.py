@@ -35,7 +35,7 @@ class ClientGone(Exception):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Turn an exception into an error for the client. Errors that no request caused are logged, and sent bare."""
+    """Turn an exception into an error for the client. Errors not caused by a request are logged and sent bare."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, GrammarError):  # one that was compiled, and got stuck in the middle of an answer
@@ -52,7 +52,7 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def refused_prompt(error: ValueError, param: str, max_model_len: int) -> RequestError:
-    """Turn what the engine finds wrong with a prompt or its parameters into the refusal of that field."""
+    """Turn the engine's error about a prompt or its parameters into an error about that field."""
     code, message = None, str(error).removeprefix("conversation 0: ")  # a request has one
     if isinstance(error, PromptTooLong):  # OpenAI's words: by them LiteLLM knows when to take a model with more room
         code = "context_length_exceeded"
@@ -62,7 +62,7 @@ def refused_prompt(error: ValueError, param: str, max_model_len: int) -> Request
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """Describe an exception as an error object. A wrong key or model is an invalid request too, as in OpenAI's API."""
+    """Describe an exception as an error object. As in OpenAI's API, a wrong key or model is an invalid request too."""
     told = as_request_error(error)
     kind = "rate_limit_error" if told.status == 429 else "invalid_request_error"
     kind = "server_error" if told.status >= 500 else kind
@@ -78,10 +78,10 @@ def error_response(error: Exception) -> JSONResponse:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A handler of requests as an ASGI application. An error that the handler raises is answered as one.
+    """A request handler as an ASGI application. An exception of the handler becomes an error response.
 
-    Starlette's router takes this as it is. Around a function it would wrap three more for every request, and around
-    `send` one for every write.
+    Starlette's router calls this directly. It would wrap a function in three more for every request, and `send` in one
+    more for every write.
     """
 
     handler: Callable[[HttpRequest], Awaitable[ASGIApp]]
@@ -107,7 +107,7 @@ class Endpoint:
 
 
 class App(Router):
-    """Starlette's router alone: its middleware would handle errors, but the endpoints do that themselves."""
+    """Starlette's router without its middleware, because the endpoints handle errors themselves."""
 
     def __init__(self, routes: Sequence[BaseRoute], log: RequestLog) -> None:
         super().__init__(routes)
@@ -124,7 +124,7 @@ class App(Router):
 
 
 def _refused_by_router(scope: Scope, error: HTTPException) -> JSONResponse:
-    """Answer with the router's own refusals: no such path, or another method."""
+    """Answer requests that the router refuses: an unknown path, or a wrong method."""
     message, code = f"{scope['method']} {scope['path']}: {error.detail.lower()}", None
     if scope["path"] in OTHER_MODELS:
         message = (

@@ -1,4 +1,4 @@
-"""The live page at `/`: a chat box, and beside it the engine at work.
+"""The live page at `/`: a chat box next to a view of the running engine.
 
     engine's thread or process           event loop                                 browser
     step -> StepLog
@@ -6,8 +6,8 @@
         and describe_table() ----------> the block table of the request that one page has chosen
     pause, resume, single step <-------- POST /live/control <---------------------- buttons
 
-Every picture is complete in itself. A page that falls behind misses some and has nothing to catch up on. Nothing is
-sent while nothing changes, and nothing is described while no page is open.
+Every picture is complete, so a page that misses some need not catch up. Nothing is sent while nothing changes, and
+nothing is described while no page is open.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ LESSONS = (  # that the page's words lead to, in both editions
 
 
 class LiveView:
-    """The page, the pictures that it draws, and its buttons.
+    """The page, its pictures, and its buttons.
 
     Args:
-        api: the endpoints beside it, whose key guards the pictures and the buttons too.
+        api: the API, whose key also guards the pictures and the buttons.
     """
 
     def __init__(self, api: Api) -> None:
@@ -63,7 +63,7 @@ class LiveView:
         self._asked = 0.0  # when, in seconds on the event loop's clock
 
     def routes(self) -> list[Route]:
-        """List the page's files, a fixed route each, so that no request's path leads to a file; and its endpoints."""
+        """List the page's endpoints and files. Each file has a fixed route, so no request's path selects a file."""
         files = [path for path in sorted(PAGE.iterdir()) if path.suffix in MEDIA_TYPES]
         return [
             Route("/", _file(PAGE / "index.html")),
@@ -78,9 +78,9 @@ class LiveView:
         ]
 
     async def events(self, request: HttpRequest) -> PictureStream:
-        """`GET /live/events`: a picture of the engine whenever something has changed, as server-sent events.
+        """`GET /live/events`: pictures of the engine at every change, as server-sent events.
 
-        With `?request=7` the block table of that request comes as well, in events of its own.
+        With `?request=7` the block table of that request is sent as well, in separate events.
         """
         await self._api.read_body(request)  # it is empty, but has to be read before the connection's end
         chosen = request.query_params.get("request")
@@ -89,7 +89,7 @@ class LiveView:
         return PictureStream(self, None if chosen is None else int(chosen))
 
     async def control(self, body: object) -> Response:
-        """`POST /live/control`: `{"action": "pause"}`, `"resume"`, or `"step"`, which runs one step although paused."""
+        """`POST /live/control`: `{"action": "pause"}`, `"resume"`, or `"step"`, which runs one step while paused."""
         actions = {"pause": self.loop.pause, "resume": self.loop.resume, "step": self.loop.single_step}
         action = check_fields(body, {"action"}).get("action")
         if not isinstance(action, str) or action not in actions:
@@ -98,7 +98,7 @@ class LiveView:
         return JSONResponse({"action": action})
 
     async def picture(self) -> str:
-        """Describe the engine between two steps, as JSON; pages that ask within `PICTURE_SECONDS` get the same one."""
+        """Describe the engine between two steps, as JSON; pages that ask within `PICTURE_SECONDS` share the picture."""
         now = asyncio.get_running_loop().time()
         if self._picture is None or (self._picture.done() and now - self._asked >= PICTURE_SECONDS):
             self._asked = now
@@ -121,16 +121,16 @@ class LiveView:
         return self._api.llm.silence
 
     def failure(self) -> dict[str, str]:
-        """Return what broke the last step off, or ended the engine's process; "" if nothing did."""
+        """Return the error that ended the last step or the engine's process; "" if there is none."""
         return {"failure": one_line(self.loop.failure) if self.loop.failure else ""}
 
 
 class PictureStream:
-    """The response with pictures for one page, until it is closed or the engine is.
+    """The response that sends pictures to one page, until the page or the engine is closed.
 
     Args:
         view: makes the pictures.
-        chosen: the request whose block table the page shows, too.
+        chosen: the request whose block table the page also shows.
     """
 
     def __init__(self, view: LiveView, chosen: int | None = None) -> None:
@@ -163,7 +163,7 @@ class PictureStream:
 
 
 def _file(path: Path) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """Make an endpoint that answers with a file, which is read when the server starts."""
+    """Make an endpoint for a file, which is read when the server starts."""
     content, media_type = path.read_bytes(), MEDIA_TYPES[path.suffix]
 
     async def endpoint(request: HttpRequest) -> Response:

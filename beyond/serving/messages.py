@@ -2,11 +2,11 @@
 
     system, messages, tools, stop_sequences, output_config.format -> a chat -> blocks: thinking, text, tool_use
 
-A message of the user may hold results of tools, which a chat has as messages of the role `tool`. A result that is an
-error (`is_error`) must say so in its text: chat templates know no more.
+A user message may contain tool results, which are messages with the role `tool` in a chat. The text of a result that is
+an error (`is_error`) must say so, because chat templates have no field for it.
 
-Fields: https://docs.anthropic.com/en/api/messages. What the chat path does not have (images, tools that the server
-runs) is refused by name.
+Fields: https://docs.anthropic.com/en/api/messages. Features that chats do not have (images, tools run by the
+server) are refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Messages:
     """The endpoints.
 
     Args:
-        api: which answers chats.
+        api: answers the chats.
     """
 
     def __init__(self, api: Chats) -> None:
@@ -54,7 +54,7 @@ class Messages:
         return await translated(self._api.chat_completions(as_chat(body)), WORDS, as_message, MessageEvents())
 
     async def count_tokens(self, body: Any) -> ASGIApp:
-        """`POST /v1/messages/count_tokens`: how many tokens the prompt of such a request has."""
+        """`POST /v1/messages/count_tokens`: the number of tokens of a request's prompt."""
         fields = check_fields(body, CONVERSATION)
         asked = {"model": fields.get("model"), "messages": conversation_of(fields)}
         tools = tools_of(fields)
@@ -66,7 +66,7 @@ class Messages:
 
 
 def as_chat(body: Any) -> dict[str, Any]:
-    """Return the body of a chat that asks for the same."""
+    """Return the body of the equivalent chat request."""
     fields = check_fields(body, FIELDS)
     if "max_tokens" not in fields:
         raise RequestError("max_tokens is missing: the most tokens that the answer may have", param="max_tokens")
@@ -92,7 +92,7 @@ def _is_schema(form: object) -> bool:
 
 
 def tools_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a chat that say which tools there are, and whether one must be called."""
+    """Return a chat's fields for tools and for the choice among them."""
     chat = {"tools": chat_tools(fields["tools"], _function)} if "tools" in fields else {}
     if "tool_choice" not in fields:
         return chat
@@ -112,7 +112,7 @@ def tools_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Return the function of a tool; or the form that it should have."""
+    """Return the function of a tool, or a description of the form that it should have."""
     if tool.get("type", "custom") != "custom" or "input_schema" not in tool:
         return '{"name": …, "description": …, "input_schema": {…}}, which the client runs'
     own = {name: value for name, value in tool.items() if name not in ("type", "input_schema", "cache_control")}
@@ -120,7 +120,7 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 def conversation_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. What the model thought in earlier turns is left out, as its template would."""
+    """Return the messages of a chat, without the reasoning of earlier turns, which templates leave out too."""
     thinking = fields.get("thinking", {"type": "disabled"})
     if thinking != {"type": "disabled"}:
         advice = "the server decides whether its model thinks (--chat-template-kwargs)"
@@ -140,7 +140,7 @@ def conversation_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _turns(role: str, content: object) -> list[dict[str, Any]]:
-    """Return the messages of a chat for one message: each result of a tool is a message of its own."""
+    """Return the chat messages for one message: each tool result is a separate message."""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in BLOCKS[role]}
     texts: list[Any] = []  # whatever else there is must be text
@@ -187,10 +187,10 @@ def read_arguments(name: str, arguments: str, is_cut: bool) -> dict[str, Any]:
     """Read the arguments of a call.
 
     Args:
-        is_cut: whether the answer ended inside them; then what is complete of them counts.
+        is_cut: whether the answer ended inside them; then their complete part counts.
 
     Raises:
-        RequestError: they are no JSON, which only a grammar can promise.
+        RequestError: they are not valid JSON, which only a grammar can guarantee.
     """
     try:
         return from_json(arguments or "{}", allow_partial=is_cut, allow_inf_nan=False)
@@ -201,7 +201,7 @@ def read_arguments(name: str, arguments: str, is_cut: bool) -> dict[str, Any]:
 
 
 def _ending(choice: dict[str, Any]) -> dict[str, str | None]:
-    """Say why an answer ended."""
+    """Return why an answer ended."""
     if choice["finish_reason"] == "stop" and isinstance(choice["stop_reason"], str):
         return {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
     return {"stop_reason": STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
@@ -233,7 +233,7 @@ class MessageEvents:
         self._tool, self._arguments = "", ""  # the name in the last call, and what has come of its arguments
 
     def __call__(self, chunk: dict[str, Any]) -> Events:
-        """Return the events of a chunk, or of an error in its place."""
+        """Return the events for a chunk, or for an error."""
         if "error" in chunk:
             yield _error(chunk["error"]["message"])
             return
@@ -275,7 +275,7 @@ class MessageEvents:
         return "content_block_delta", {"index": self._index, "delta": delta}
 
     def _open(self, kind: str, block: dict[str, Any]) -> Events:
-        """Open a block; the one before it is complete."""
+        """Open a block and close the one before it."""
         yield from self._close()
         self._index, self._kind = self._index + 1, kind
         yield "content_block_start", {"index": self._index, "content_block": {"type": kind} | block}

@@ -1,12 +1,12 @@
-"""What an operator watches, under vLLM's names, in the text format that Prometheus reads.
+"""Metrics for operators, with vLLM's names, in Prometheus's text format.
 
-Prometheus asks `/metrics` every few seconds and keeps what it finds. So a server keeps no history, only totals that
-grow (*counters*: the rate is the difference of two readings), what is now (*gauges*), and *histograms*: how many
-observations were at most this large, for a handful of limits. Averages and percentiles over any time are computed
-later, from the differences.
+Prometheus reads `/metrics` every few seconds and stores the values. So a server keeps no history, only growing totals
+(*counters*: the rate is the difference of two readings), current values (*gauges*), and *histograms*: the number of
+observations up to each of a few limits. Averages and percentiles over any period are computed later, from the
+differences.
 
-Totals and gauges are read from the engine between two steps when they are asked for. Histograms are filled
-from the events on their way to the clients.
+Totals and gauges are read from the engine between two steps, at each request. Histograms are filled from the events on
+their way to the clients.
 
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names: https://docs.vllm.ai/en/stable/usage/metrics.html.
 """
@@ -46,7 +46,7 @@ ENGINE = {  # kind and meaning of what the engine itself counts
 
 
 class RequestMetrics:
-    """The histograms and the ends of requests, filled event by event.
+    """Histograms and counts of ended requests, updated event by event.
 
     Args:
         engine_pid: process id of the engine, if it runs in another process.
@@ -74,7 +74,7 @@ class RequestMetrics:
             self.processes.append(ProcessCollector("engine", pid=lambda: engine_pid, registry=None))
 
     def observe(self, now: float, call: Call, request: Request, event: Event) -> None:
-        """Note what an event says.
+        """Record an event.
 
         Args:
             now: when the event's tokens were known, in seconds on the monotonic clock.
@@ -95,31 +95,31 @@ class RequestMetrics:
             self.whole_request.observe(now - call.arrival_time)
 
     def count_aborted(self, now: float, call: Call, num_requests: int) -> None:
-        """Note requests whose client went away. Those without a token have waited until now, perhaps computed in part.
+        """Record requests whose client disconnected. Those without a token count as waiting until now.
 
         Args:
-            num_requests: of the call's, those that have not ended.
+            num_requests: unfinished requests of the call.
         """
         self.ended["abort"].inc(num_requests)
         for _ in range(len(call.requests) - len(call.last_token_times)):
             self.queue_time.observe(now - call.arrival_time)
 
     def count_answer(self, handler: str, status: int, code: str) -> None:
-        """Note an HTTP request that was answered.
+        """Record an answered HTTP request.
 
         Args:
-            handler: its path, as the server knows it: names that clients make up would be a series each.
-            code: the error's; empty for an answer.
+            handler: the path of its route: each name invented by a client would become a separate series.
+            code: the error's code; empty for an answer.
         """
         self.answers.labels(handler, str(status), code).inc()
 
 
 def exposition(model_name: str, engine: Mapping[str, float], requests: RequestMetrics) -> str:
-    """All metrics as Prometheus reads them.
+    """Return all metrics in Prometheus's format.
 
     Args:
         model_name: a label of every line but those of processes.
-        engine: what `engine_numbers` returns.
+        engine: the result of `engine_numbers`.
     """
     families = [*_engine_families(engine), *requests.registry.collect()]
     for family in families:

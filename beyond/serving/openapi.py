@@ -1,7 +1,7 @@
-"""What the API takes, for programs (`/openapi.json`) and for people (`/docs`).
+"""Describe the API, for programs (`/openapi.json`) and for people (`/docs`).
 
-The models here say what fields there are and what they mean. What a request gets if it is wrong is `protocol.py`, whose
-messages say more than a model's; a test compares the two.
+The models here describe the fields. `protocol.py` validates requests, because its messages say more than a model's; a
+test compares the two.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def _field(description: str) -> Any:
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides tokens."""
+    """Options of a stream."""
 
     include_usage: bool | None = _field("the last event has the numbers of tokens")
     continuous_usage_stats: bool | None = _field("every event has those so far")
 
 
 class Shared(BaseModel):
-    """The fields of every request for text."""
+    """Fields common to all requests for text."""
 
     model: str | None = _field("the name of the model that is served; it may be left out")
     n: int | None = _field("answers to each prompt, 1 to 16")
@@ -75,7 +75,7 @@ class Shared(BaseModel):
 
 
 class CompletionRequest(Shared):
-    """Prompts to be continued."""
+    """Prompts to continue."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(description="one or several texts or token-id lists")
     logprobs: int | None = _field("the likeliest tokens to tell at every step, 0 to 20")
@@ -99,7 +99,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(Shared):
-    """A conversation to be answered."""
+    """A conversation to answer."""
 
     messages: list[Message] = Field(description="the conversation; further fields are left to the chat template")
     max_completion_tokens: int | None = _field("max_tokens by its newer name")
@@ -114,7 +114,7 @@ class ChatRequest(Shared):
 
 
 class TokenizeRequest(BaseModel):
-    """A text or a conversation to be cut into tokens."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = _field("the name of the model that is served")
     prompt: str | None = _field("a text; or")
@@ -125,7 +125,7 @@ class TokenizeRequest(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    """Tokens to be written out."""
+    """Tokens to turn into text."""
 
     model: str | None = _field("the name of the model that is served")
     tokens: list[int] = Field(description="token ids")
@@ -178,7 +178,7 @@ def describe_api() -> dict[str, Any]:
 
 
 def docs_page(api: dict[str, Any]) -> str:
-    """Write the description of an API as a page: what can be asked, and the fields of each request."""
+    """Write the description of an API as a page: its endpoints, and the fields of each request."""
     parts = [f"<h1>{escape(TITLE)}</h1>", f"<p>{escape(api['info']['description'])} For programs: "]
     parts.append('<a href="openapi.json">openapi.json</a>.</p>')
     for path, methods in api["paths"].items():

@@ -1,6 +1,6 @@
-"""The engine's thread in another process: an `EngineLoop` whose callers are at the other end of two pipes.
+"""The engine's thread in its own process: an `EngineLoop` whose callers are at the other end of two pipes.
 
-The thread reads the commands itself, between two steps. A second thread that read them would need the interpreter just
+The thread reads the commands itself, between two steps. A second thread for reading would compete for the interpreter
 while a step is planned, and every command would wait for its turn.
 """
 
@@ -29,7 +29,7 @@ class PipeInbox:
     """An inbox that another process fills through a pipe. One thread reads it.
 
     Args:
-        pipe: brings pickled lists of tuples.
+        pipe: carries pickled lists of tuples.
         do: called with each tuple, item by item; with `"close"` when the pipe has ended.
     """
 
@@ -41,7 +41,7 @@ class PipeInbox:
         self._items: deque[Callable[[], None]] = deque()
 
     def put(self, function: Callable[[], None]) -> None:
-        """Add something to do; called by the thread that reads."""
+        """Add a command; called by the reading thread."""
         self._items.append(function)
 
     def empty(self) -> bool:
@@ -49,7 +49,7 @@ class PipeInbox:
         return not self._items and not (self._is_open and self._poll.poll(0))
 
     def get(self) -> Callable[[], None]:
-        """Return the next thing to do; wait for it."""
+        """Wait for the next command and return it."""
         if not self._items:
             try:
                 commands = pickle.loads(self._pipe.recv_bytes())
@@ -64,8 +64,8 @@ class PipedLoop(EngineLoop):
 
     Args:
         calls: of an engine of stage E or later.
-        commands: what `RemoteLoop` sends. Requests have their numbers on the wire as `index`.
-        news: where to write what it reads.
+        commands: sent by `RemoteLoop`. A request's `index` is its number on the wire.
+        news: the pipe that `RemoteLoop` reads.
     """
 
     def __init__(self, calls: Calls, commands: Connection, news: Connection) -> None:
@@ -75,7 +75,7 @@ class PipedLoop(EngineLoop):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the last step failed in a way that no later step survives."""
+        """Tell whether the last step failed in a way that no later step survives."""
         return isinstance(self.failure, (EngineBroken, torch.AcceleratorError))
 
     def _step(self) -> None:

@@ -1,11 +1,10 @@
-"""What a client may ask: the fields of the OpenAI API, each checked, each either honoured or refused by name.
+"""Validate requests: every field of the OpenAI API is either honoured or refused by name.
 
-A field that a server ignores silently is worse than one that it refuses: the client believes that its penalty or its
-`tools` had an effect. So everything that is not in the tables below is an error, with two
-exceptions: `null` means "not given", and so does a value that asks for nothing (`"echo": false`). `user` and its
-successors, `safety_identifier` and `prompt_cache_key`, only tell who asks, and change no answer. Further fields of a
-message are left to the model's template. A sampling parameter that is not given has the server's default
-(`defaults.py`).
+A field that a server silently ignores is worse than one that it refuses, because the client believes that its penalty
+or its `tools` had an effect. So every field that is not in the tables below is an error, unless its value is `null` or
+requests nothing (`"echo": false`). `user` and its successors, `safety_identifier` and `prompt_cache_key`, only identify
+the user and change no answer. Further fields of a message are left to the model's template. Sampling parameters that
+are not given have the server's defaults (`defaults.py`).
 
 Fields: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's extra sampling parameters.
 """
@@ -25,13 +24,13 @@ from stage_a_naive.contract.params import SamplingParams, as_integer
 
 
 class RequestError(Exception):
-    """A request that is refused.
+    """A refused request.
 
     Args:
         message: what was given, what is allowed, what to do.
-        status: of HTTP.
-        param: the field that is wrong.
-        code: a word for programs.
+        status: the HTTP status.
+        param: the invalid field.
+        code: an error code for programs.
         retry_after: seconds after which the same request may succeed.
     """
 
@@ -49,14 +48,14 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for.
+    """Limits of one request.
 
     Attributes:
-        body_bytes: of the JSON text.
-        read_seconds: for it to arrive.
-        prompts: in one request.
+        body_bytes: bytes of the JSON text.
+        read_seconds: seconds for the body to arrive.
+        prompts: prompts per request.
         n: answers per prompt.
-        stops: stop strings, which are looked for after every token; stop token ids.
+        stops: stop strings, which are searched for after every token; also stop token ids.
         words: bad words, likewise.
         biases: tokens with a bias; allowed tokens.
         logprobs: alternatives per token.
@@ -78,17 +77,17 @@ class Ask:
 
     Attributes:
         prompts: texts or lists of token ids, or one conversation (a list of messages) for a chat.
-        params: how to sample; the same for all answers but for the seed.
-        streams: whether the client wants tokens as they come.
-        include_usage: whether a stream ends with the numbers of tokens.
-        continuous_usage: whether every event of a stream has those so far.
+        params: sampling parameters; the answers of one request differ only in the seed.
+        streams: whether to send tokens as they are generated.
+        include_usage: whether a stream ends with the token counts.
+        continuous_usage: whether every event of a stream has the token counts so far.
         is_chat: whether `prompts` is a conversation.
         echo: whether each answer begins with its prompt.
-        prompt_logprobs: the likeliest tokens to tell at every position of the prompts; None tells nothing of them.
+        prompt_logprobs: how many of the likeliest tokens to return at every position of the prompts; None returns none.
         template_kwargs: arguments of the chat template.
         generates: whether to generate tokens; otherwise only prompts are scored.
-        tools: which the model may call; None if it knows of none.
-        form_field: the field that asks for structured output, for errors.
+        tools: the tools that the model may call; None if there are none.
+        form_field: the field that requests structured output, for error messages.
     """
 
     prompts: list
@@ -106,12 +105,12 @@ class Ask:
 
     @property
     def n(self) -> int:
-        """Answers per prompt."""
+        """Return the number of answers per prompt."""
         return self.params.n
 
     @property
     def scored(self) -> int | None:
-        """How many of the likeliest tokens at every position of the prompts the answer needs; None if it needs none."""
+        """Return how many of the likeliest tokens the answer needs at every position of the prompts; None for none."""
         counts = [self.prompt_logprobs, self.params.logprobs if self.echo else None]
         return max((count for count in counts if count is not None), default=None)
 
@@ -181,10 +180,10 @@ ASKS_FOR_NOTHING: dict[str, tuple[object, ...]] = {
 
 
 def parse_completion(body: object, limits: Limits, defaults: Mapping[str, float] | None = None) -> Ask:
-    """Check the body of `/v1/completions`. An answer has at most 16 tokens, as at OpenAI, if the request says nothing.
+    """Check the body of `/v1/completions`. By default an answer has at most 16 tokens, as in OpenAI's API.
 
     Args:
-        defaults: sampling parameters for those that the request does not name; `max_tokens` is for chats alone.
+        defaults: sampling parameters that the request leaves out; `max_tokens` applies only to chats.
 
     Raises:
         RequestError: a field is unknown, unsupported, of the wrong type or out of range.
@@ -220,9 +219,9 @@ def parse_chat(
     """Check the body of `/v1/chat/completions`.
 
     Args:
-        max_model_len: how long an answer may be if neither the request nor `defaults` say it.
-        defaults: sampling parameters for those that the request does not name.
-        tool_format: how the model writes calls of tools; None if it was not trained to.
+        max_model_len: the longest answer if neither the request nor `defaults` set a limit.
+        defaults: sampling parameters that the request leaves out.
+        tool_format: how the model writes tool calls; None if it was not trained for tools.
 
     Raises:
         RequestError: a field is unknown, unsupported, of the wrong type or out of range.
@@ -250,7 +249,7 @@ def parse_chat(
 
 
 def chat_tools(body: Any, fields: dict[str, Any], tool_format: ToolFormat | None) -> Tools | None:
-    """Read the fields of tools; where they say how the answer must look, `fields` gets that form."""
+    """Read the fields for tools; if they constrain the answer, set the structured output in `fields`."""
     try:
         tools = parse_tools(body, tool_format)  # not of `fields`: "none" asks for something if there are tools
     except ValueError as error:
@@ -265,10 +264,10 @@ def chat_tools(body: Any, fields: dict[str, Any], tool_format: ToolFormat | None
 
 
 def conversation(messages: list) -> list:
-    """Return messages as chat templates expect them: they know OpenAI's `developer` as `system`.
+    """Return messages as chat templates expect them: OpenAI's role `developer` becomes `system`.
 
     Raises:
-        RequestError: calls of tools are not what they say.
+        RequestError: a tool call is malformed.
     """
     try:
         listed = for_template(messages)
@@ -279,12 +278,12 @@ def conversation(messages: list) -> list:
 
 
 def _refused_field(error: ValueError) -> RequestError:
-    """Turn an error that begins with a field, or a place in it, into its refusal."""
+    """Turn an error that begins with a field's name, or a place in it, into an error about the field."""
     return RequestError(str(error), param=re.split(r"\W", str(error), maxsplit=1)[0])
 
 
 def check_fields(body: object, known: set[str]) -> dict[str, Any]:
-    """Return the fields of a JSON object that say something; `RequestError` names one that is not supported."""
+    """Return the fields of a JSON object that request something; `RequestError` names an unsupported one."""
     if not isinstance(body, dict):
         raise RequestError(f"expected a JSON object, got {shown(body)}")
     fields = {
@@ -353,7 +352,7 @@ def _sampling_params(
 
 
 def _structured_outputs(fields: Mapping[str, Any]) -> Any:
-    """Return the structured output that a body asks for, by `response_format` or `structured_outputs`."""
+    """Return the structured output requested by `response_format` or `structured_outputs`."""
     wanted = fields.get("response_format")
     if wanted is None:
         return fields.get("structured_outputs")
@@ -376,7 +375,7 @@ def _structured_outputs(fields: Mapping[str, Any]) -> Any:
 
 
 def _prompts(prompt: object, limits: Limits) -> list:
-    """One or several texts or token-id lists, as a list."""
+    """Return one or several texts or token-id lists as a list."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -393,7 +392,7 @@ def _prompts(prompt: object, limits: Limits) -> list:
 
 
 def template_kwargs(fields: Mapping[str, Any], tools: Tools | None) -> dict[str, Any] | None:
-    """Return the arguments of the chat template, the tools among them; `RequestError` for anything but an object."""
+    """Return the arguments of the chat template, including the tools; `RequestError` for anything but an object."""
     value = fields.get("chat_template_kwargs")
     if not (value is None or isinstance(value, dict)):
         raise RequestError(f"chat_template_kwargs must be an object, got {shown(value)}", param="chat_template_kwargs")

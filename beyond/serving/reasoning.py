@@ -1,7 +1,7 @@
-"""Tell what a model thinks from what it answers: Qwen3 and others write `<think>…</think>` in front of the answer.
+"""Separate a model's reasoning from its answer: Qwen3 and others write `<think>…</think>` before the answer.
 
-A stream's pieces may end inside a mark, so text that may yet turn out to be the beginning of one is held back. An
-answer that is complete goes through the same code, in one piece.
+A stream's pieces may end inside a mark, so text that may be the beginning of a mark is held back. A complete answer
+goes through the same code, as one piece.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ PARSERS = ("qwen3",)  # vLLM's name
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a server does with chats.
+    """A server's options of chats.
 
     Attributes:
-        template_kwargs: arguments of the chat template; those of a request win.
+        template_kwargs: arguments of the chat template; a request's take precedence.
         reasoning_parser: one of `PARSERS`, or None, which leaves answers as the model wrote them.
     """
 
@@ -39,10 +39,10 @@ class ReasoningSplit:
         self._held = ""  # text that is not told yet
 
     def feed(self, text: str, ends: bool) -> tuple[str, str]:
-        """Take in the next text; returns what is new in the reasoning and in the answer.
+        """Add the next text; returns the new parts of the reasoning and of the answer.
 
         Args:
-            ends: whether nothing comes behind it.
+            ends: whether this is the last text.
         """
         self._held += text
         reasoning = ""
@@ -64,5 +64,5 @@ class ReasoningSplit:
 
 
 def _beginning_of_mark(text: str) -> int:
-    """How many characters at the end of a text may begin the mark of the end."""
+    """Count the characters at the end of a text that may begin the closing mark."""
     return next(length for length in range(len(END), -1, -1) if text.endswith(END[:length]))

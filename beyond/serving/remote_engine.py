@@ -1,9 +1,9 @@
-"""An engine in another process, as the one that speaks HTTP sees it.
+"""An engine in another process, as seen from the HTTP process.
 
     RemoteLLM    checks prompts and turns them into token ids, here
     RemoteLoop   what `EngineLoop` is for an engine in this process: submit, drop, pause, call, close
 
-It all runs in the event loop's thread. A message from the engine wakes the event loop up as a client's would.
+All of it runs in the event loop's thread. A message from the engine wakes up the event loop, as a client's does.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ READ_BYTES = 1 << 20
 
 
 class EngineDied(EngineClosed):
-    """The engine's process ended although nobody asked it to."""
+    """The engine's process ended unexpectedly."""
 
 
 class RemoteLLM(Frontend):
-    """The front end of an engine in another process. It answers nothing itself: give it to `AsyncLLM`.
+    """The front end of an engine in another process, for use by `AsyncLLM`; it generates nothing itself.
 
     Args:
-        process: has been started and loads the engine.
+        process: a started process that loads the engine.
 
     Raises:
-        ValueError: the engine could not be loaded; the message is its own.
-        EngineDied: its process ended before that.
+        ValueError: the engine could not be loaded; the message is the engine's.
+        EngineDied: the process ended while it loaded the engine.
     """
 
     def __init__(self, process: EngineProcess) -> None:
@@ -84,15 +84,15 @@ class RemoteLLM(Frontend):
 
 
 class RemoteLoop:
-    """Passes requests to an engine in another process, and its news back, in the running event loop.
+    """Sends requests to an engine in another process and delivers its news, in the running event loop.
 
     Args:
-        process: where the engine is.
-        hand_out: called after every step with its news and the time at which they were known.
+        process: the engine's process.
+        hand_out: called after every step with its news and the time when they became known.
 
     Attributes:
         paused, failure, closed: as in `EngineLoop`.
-        on_death: called when the engine's process has ended unasked.
+        on_death: called when the engine's process has ended unexpectedly.
     """
 
     def __init__(self, process: EngineProcess, hand_out: Callable[[float, News], None]) -> None:
@@ -146,7 +146,7 @@ class RemoteLoop:
         self._send("single_step")
 
     def call(self, function: Callable[[Calls], T]) -> Future[T]:
-        """Call a function of a module in the engine's thread between two steps; the result comes in the future."""
+        """Call a function of a module in the engine's thread between two steps; the future gets the result."""
         future = new_future()
         if self.closed:
             future.set_exception(EngineClosed(CLOSED))
@@ -164,20 +164,20 @@ class RemoteLoop:
             self._process.commands.close()
 
     def join(self, timeout: float = END_SECONDS) -> None:
-        """Wait, in another thread than the event loop's, until the engine's process has ended; after that, kill it."""
+        """Wait until the engine's process has ended; kill it after a time limit. Not for the event loop's thread."""
         self._process.end(timeout)
         self._broken.wait(timeout)
 
     # ---- the two pipes ------------------------------------------------------------------------------------------
 
     def _send(self, *command: Any) -> None:
-        """Send a command, in one message with others of this moment."""
+        """Send a command, in one message with others of the same moment."""
         if not self._unpacked:
             self._loop.call_soon(self._write)
         self._unpacked.append(command)
 
     def _write(self) -> None:
-        """Write what the pipe takes now, and the rest when it takes more: an event loop must not wait."""
+        """Write as much as the pipe takes now, and the rest later: an event loop must not wait."""
         if self.closed:
             return
         if self._unpacked:
@@ -194,7 +194,7 @@ class RemoteLoop:
             self._loop.remove_writer(self._commands)
 
     def _read(self) -> None:
-        """Read what has come, which may be a part of a message or several of them."""
+        """Read the received bytes: part of a message, or several messages."""
         try:
             came = os.read(self._news, READ_BYTES)
         except BlockingIOError:
@@ -223,7 +223,7 @@ class RemoteLoop:
             yield call, request, event
 
     def _end(self) -> None:
-        """Tell all who wait that the connection to the engine has broken."""
+        """Tell all waiting callers that the connection to the engine has broken."""
         self._loop.remove_reader(self._news)
         died = not self.closed
         if died:

@@ -1,10 +1,10 @@
-"""A line about every request that has been answered, and its id, by which client and operator speak of the same one.
+"""A log line for every answered request, with an id that client and operator share.
 
     [request] 3f0c… POST /v1/chat/completions 200 0.482 s
     [request] my-id-7 POST /v1/completions 400 0.001 s context_length_exceeded
 
-A client may send its own id in `x-request-id`; every answer has one in that header. What people ask and what they are
-answered is in no line.
+A client may send an id in `x-request-id`; every answer has one in that header. The log contains neither prompts nor
+answers.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # what is safe in a header and in 
 
 
 def request_id(given: str | None) -> str:
-    """Return the id that a client gave its request, or a new one if it gave none that can be written in a line."""
+    """Return the id that a client gave its request, or a new one if it gave none that fits in a line."""
     return given if given and ID.fullmatch(given) else os.urandom(16).hex()
 
 
 class RequestLog:
-    """Counts every answered request, and writes its line.
+    """Counts every answered request, and writes a line about it.
 
     Args:
-        metrics: where it is counted.
-        write: called with each line; None writes none.
+        metrics: count the requests.
+        write: called with each line; None: no log.
     """
 
     def __init__(self, metrics: RequestMetrics, write: Callable[[str], None] | None = None) -> None:
         self._metrics, self._write = metrics, write
 
     def note(self, scope: Scope, status: int, code: str, seconds: float) -> None:
-        """Note that a request has been answered.
+        """Record that a request has been answered.
 
         Args:
-            scope: the request's, with its `request_id`.
+            scope: the request's ASGI scope, with its `request_id`.
             code: the error's; empty for an answer.
         """
         path = scope["path"] if code != "no_such_path" else "other"

@@ -2,9 +2,9 @@
 
     instructions, input, tools, max_output_tokens, text.format -> a chat -> items: reasoning, message, function_call
 
-As in a chat, the arguments of a tool follow its schema for certain if it says `"strict": true` or has to be called.
-Nothing is stored here, so `"store": true` and `previous_response_id` are refused by name, as is what the chat path does
-not have. Fields: https://platform.openai.com/docs/api-reference/responses/create
+As in a chat, the arguments of a tool are guaranteed to follow its schema if it is `"strict": true` or must be called.
+Nothing is stored, so `"store": true` and `previous_response_id` are refused by name, as are features that chats do not
+have. Fields: https://platform.openai.com/docs/api-reference/responses/create
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def as_chat(body: Any) -> dict[str, Any]:
 
 
 def _tools_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a chat that say which tools there are, and which must be called."""
+    """Return a chat's fields for tools and for the choice among them."""
     chat = {name: body[name] for name in TOOLS & body.keys()}
     if "tools" in chat:
         chat["tools"] = chat_tools(chat["tools"], _function)
@@ -82,7 +82,7 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. What the model thought in earlier turns is left out, as its template would."""
+    """Return the messages of a chat, without the reasoning of earlier turns, which templates leave out too."""
     given = fields.get("input")
     items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -137,7 +137,7 @@ def as_response(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _response(body: dict[str, Any], answer: dict[str, Any], items: list, finish_reason: str | None) -> dict[str, Any]:
-    """Write a response; None is the reason of one that goes on."""
+    """Write a response; a reason of None means that it continues."""
     status = {None: "in_progress", "length": "incomplete"}.get(finish_reason, "completed")
     usage = answer["usage"]
     cached = usage.get("prompt_tokens_details", {"cached_tokens": 0})
@@ -172,7 +172,7 @@ def _response(body: dict[str, Any], answer: dict[str, Any], items: list, finish_
 
 
 def _name(answer: dict[str, Any], kind: str, place: int | None = None) -> str:
-    """Name the response, or its item at this place."""
+    """Return the id of the response, or of its item at this place."""
     return answer["id"].replace("chatcmpl-", f"{kind}_") + ("" if place is None else f"_{place}")
 
 
@@ -183,7 +183,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _item(answer: dict[str, Any], place: int, kind: str, text: str | None, status: str = "completed") -> dict[str, Any]:
-    """Write an item of the output; None is the text of one that begins."""
+    """Write an item of the output; a text of None means that it begins."""
     content = [] if text is None else [_part(kind, text)]
     more = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
     return {"type": kind, "id": _name(answer, kind[:3], place), "status": status, "content": content} | more
@@ -192,7 +192,7 @@ def _item(answer: dict[str, Any], place: int, kind: str, text: str | None, statu
 def _called(
     answer: dict[str, Any], place: int, call: dict[str, Any], arguments: str, status: str = "completed"
 ) -> dict[str, Any]:
-    """Write the item of a call, of which a stream tells the arguments in pieces."""
+    """Write the item of a tool call; a stream sends its arguments in pieces."""
     item = {"type": "function_call", "id": _name(answer, "fun", place), "status": status, "call_id": call["id"]}
     return item | {"name": call["function"]["name"], "arguments": arguments}
 
@@ -201,7 +201,7 @@ class ResponseEvents:
     """Translates the chunks of one stream.
 
     Args:
-        body: of the request.
+        body: the request's body.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ class ResponseEvents:
         return _item(chunk, place, self._kind, None if begins else self._text, status)
 
     def _open(self, chunk: dict[str, Any], kind: str, call: dict[str, Any] | None = None) -> Events:
-        """Open an item; the one before it is complete."""
+        """Open an item and close the one before it."""
         if self._kind:
             yield from self._close(chunk)
         self._kind, self._text, self._call = kind, "", call or {}

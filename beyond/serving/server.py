@@ -1,7 +1,7 @@
-"""Start the server, and shut it down without losing an answer that is being written.
+"""Start the server, and shut it down without losing answers in progress.
 
 The first Ctrl-C or SIGTERM begins the shutdown: new requests get 503, and running answers are finished, for `deadline`
-seconds; then what is left gets an error, and the server ends. The second one ends it at once.
+seconds; then the remaining ones get an error, and the server ends. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ HANDLER_SECONDS = 10  # for handlers without a connection; then uvicorn cancels 
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with `drain` in front of its end.
+    """uvicorn's server, which finishes running answers before it ends.
 
     Args:
         config: uvicorn's.
         llm: the engine.
         deadline: seconds for running answers.
-        read_seconds: for a connection to bring the head of a request.
+        read_seconds: seconds for the head of a request to arrive.
     """
 
     def __init__(self, config: uvicorn.Config, llm: AsyncLLM, deadline: float, read_seconds: float) -> None:
@@ -52,11 +52,11 @@ class Server(uvicorn.Server):
         self._end: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. It may come between any two lines of Python, so the rest is left to the event loop."""
+        """Handle a signal. It may arrive between any two lines of Python, so the event loop does the rest."""
         self._loop.call_soon_threadsafe(self.begin_end)
 
     def begin_end(self) -> None:
-        """End when the running answers are complete; called again, at once."""
+        """End when the running answers are complete; a second call ends at once."""
         if self._end is None:
             left = self._llm.num_unfinished
             say(f"[serving] ending; answers that are not complete yet: {left} (again to end at once)")
@@ -66,13 +66,13 @@ class Server(uvicorn.Server):
             self._end.cancel()
 
     def end_now(self) -> None:
-        """End without waiting for answers; those that are not complete get an error."""
+        """End without waiting for answers; incomplete ones get an error."""
         self._llm.draining = True
         self._llm.engine_loop.close()
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Once a second, look whether clients and the engine are silent. uvicorn calls this ten times a second."""
+        """Check once a second whether clients or the engine are silent. uvicorn calls this ten times a second."""
         if counter % 10 == 0:
             self._llm.ask()
             for connection in list(self.server_state.connections):
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections: those whose clients take nothing in, after `CLOSING_SECONDS`."""
+        """Close all connections; those whose clients read nothing, after `CLOSING_SECONDS`."""
         cut = self._loop.call_later(CLOSING_SECONDS, self._cut_off)
         await super().shutdown(sockets)
         cut.cancel()
@@ -96,7 +96,7 @@ class Server(uvicorn.Server):
 
 
 def say(line: str) -> None:
-    """Print a line. Once that fails, all output goes nowhere: Ctrl-C ends the `tee` of `… | tee log` too."""
+    """Print a line. If that fails, discard all later output: Ctrl-C also ends the `tee` of `… | tee log`."""
     try:
         print(line, flush=True)
     except OSError:
@@ -104,7 +104,7 @@ def say(line: str) -> None:
 
 
 def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let web pages of these origins ask `app` (CORS); without any, only its own pages and other programs can."""
+    """Let web pages of these origins use `app` (CORS). Without origins, only its own pages and other programs can."""
     return CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]) if origins else app
 
 
@@ -133,17 +133,17 @@ async def serve(
 
     Args:
         host, port: where to listen; port 0 takes a free one.
-        max_queue: requests that may wait.
-        deadline: seconds for running answers once the end has begun.
-        page: whether there is the live page at `/`, with its buttons that pause the engine for everybody.
-        max_connections: open at a time; further ones get 503.
-        origins: whose pages a browser lets ask (CORS).
+        max_queue: the most waiting requests.
+        deadline: seconds for running answers after the shutdown has begun.
+        page: whether to serve the live page at `/`, whose buttons pause the engine for everybody.
+        max_connections: the most open connections; further ones get 503.
+        origins: web pages of these origins may use the API (CORS).
         health_seconds: that the engine may be silent for and still count as healthy.
         on_ready: called with the server and its port when it listens.
 
     Raises:
         OSError: see `listen`.
-        EngineDied: the engine's process did, which has ended the server.
+        EngineDied: the engine's process died, which ends the server.
     """
     listening = listen(host, port)  # before the engine's thread begins
     async_llm = AsyncLLM(llm, max_queue, health_seconds)

@@ -6,15 +6,16 @@
 
     data: [DONE]
 
-Plain text, read line by line as it comes (https://html.spec.whatwg.org/multipage/server-sent-events.html). The OpenAI
-API sends one JSON object per event and ends with the word `[DONE]`.
+The events are plain text, read line by line as they arrive
+(https://html.spec.whatwg.org/multipage/server-sent-events.html). The OpenAI API sends one JSON object per event and
+ends with the word `[DONE]`.
 """
 
 from __future__ import annotations
 
 
 def frame(data: str) -> bytes:
-    """Frame `data` as one event: each of its lines behind `data: `, and an empty line at the end."""
+    """Frame `data` as one event: prefix each line with `data: `, and end with an empty line."""
     lines = data.replace("\r\n", "\n").replace("\r", "\n").replace("\n", "\ndata: ")
     return f"data: {lines}\n\n".encode()
 

@@ -1,7 +1,7 @@
-"""What the live page draws: the engine's last steps; what waits, what runs and what the pool holds between two steps.
+"""The data of the live page: the engine's last steps, its queues, and the contents of the pool between two steps.
 
-A page is a reader like any other and must not slow a step down. So a step notes a few numbers here. The rest is read
-off the queues between two steps, where nothing changes, and only while a page is open.
+A page must not slow down a step, so a step records only a few numbers here. The rest is read from the queues between
+two steps, when nothing changes, and only while a page is open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepLog:
     """Keeps an engine's last steps, its last minute, and the requests that ended or lost their blocks.
 
     Args:
-        engine: whose steps these are.
+        engine: the engine whose steps are logged.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -38,7 +38,7 @@ class StepLog:
         self.accepted: dict[int, int] = {}  # guesses that were right in the last step, by request
 
     def __call__(self, step: ScheduledStep, ended: list[BatchSequence], ran: float) -> None:
-        """Note a step, and the requests that got their last token in it.
+        """Record a step, and the requests that got their last token in it.
 
         Args:
             ran: when the step's tokens were known (monotonic clock).
@@ -82,7 +82,7 @@ class StepLog:
 
 
 def watch(calls: Calls) -> None:
-    """Begin the log of an engine's steps. It has the engine in it, so nothing is returned to another process."""
+    """Begin the log of an engine's steps. It contains the engine, so it is not returned to another process."""
     log_of(calls)
 
 
@@ -126,7 +126,7 @@ def describe(calls: Calls) -> dict[str, Any]:
 
 
 def describe_table(calls: Calls, request_id: int) -> dict[str, Any]:
-    """Describe the block table of a request: for each of its blocks the number in the pool, and how many share it."""
+    """Describe a request's block table: for each block its number in the pool, and how many requests share it."""
     with calls.lock:
         scheduler = calls.engine.scheduler
         sequence = scheduler.find(request_id)
@@ -154,7 +154,7 @@ def _progress(sequence: BatchSequence, log: StepLog) -> dict[str, Any]:
 
 
 def _why(scheduler: Scheduler) -> dict[str, Any] | None:
-    """Say what the request that is tried first waits for: a batch slot, blocks, tokens of a step, or just a step."""
+    """Explain what the first waiting request waits for: a batch slot, blocks, tokens of a step, or the next step."""
     manager = scheduler.block_manager
     first = next(iter(scheduler.order.candidates(scheduler.waiting, LOOKAHEAD, manager)), None)
     if first is None:

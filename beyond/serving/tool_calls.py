@@ -1,11 +1,11 @@
-"""Find the calls of tools in the text of an answer, while it comes.
+"""Find tool calls in the text of an answer while it is generated.
 
-A call is sent in pieces, as OpenAI's API streams it: first its id and name, then its arguments, a piece per token. They
-are passed on as the model wrote them: their end is found by counting brackets, not by reading the JSON. An answer that
-is complete goes through the same code, in one piece. Text that may yet turn out to begin a call is held back, and what
-begins like a call but has no name is text after all.
+A call is sent in pieces, as in OpenAI's API: first its id and name, then its arguments, a piece per token. The
+arguments are passed on as the model wrote them; their end is found by counting brackets, without parsing the JSON. A
+complete answer goes through the same code, as one piece. Text that may begin a call is held back; if it turns out to
+have no name, it is text after all.
 
-Where a grammar constrained the calls, `error_in_calls` reads their arguments again at the end, with another program.
+If a grammar constrained the calls, `error_in_calls` checks their arguments again at the end, with another program.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class CallParser:
 
     Args:
         form: how the model writes calls.
-        several: whether to tell more than the first call.
+        several: whether to return more than the first call.
 
     Attributes:
-        num_calls: begun so far.
+        num_calls: calls begun so far.
     """
 
     def __init__(self, form: ToolFormat, several: bool = True) -> None:
@@ -48,11 +48,11 @@ class CallParser:
 
     @property
     def has_called(self) -> bool:
-        """Whether there are calls, the last with all of its arguments."""
+        """Tell whether there are calls and the last one is complete."""
         return self.num_calls > 0 and self._read != self._arguments
 
     def feed(self, text: str, ends: bool = False) -> dict[str, Any]:
-        """Take in the next text; returns what is known now: `content`, `tool_calls`, both or neither.
+        """Add the next text; returns what is known now: `content`, `tool_calls`, both or neither.
 
         Args:
             ends: whether nothing comes behind it.
@@ -139,7 +139,7 @@ class CallParser:
             self._delta["content"] = self._delta.get("content", "") + text
 
     def _tell_call(self, new: dict[str, Any], function: dict[str, str]) -> None:
-        """Tell a new call, or more arguments of the last one."""
+        """Return a new call, or more arguments of the last one."""
         self.num_calls += bool(new)
         calls = self._delta.setdefault("tool_calls", [])
         index = self.num_calls - 1
@@ -150,7 +150,7 @@ class CallParser:
 
 
 def _sure(text: str, opening: str) -> int:
-    """How many characters cannot belong to an opening, nor to the white space in front of one."""
+    """Count the characters that cannot belong to an opening or to the white space before one."""
     for length in range(min(len(text), len(opening) - 1), 0, -1):
         if text.endswith(opening[:length]):
             text = text[:-length]
@@ -159,7 +159,7 @@ def _sure(text: str, opening: str) -> int:
 
 
 def error_in_calls(tools: Tools, text: str) -> RequestError | None:
-    """Return what is wrong with the constrained calls of an answer that has stopped; None if nothing is.
+    """Return the error in the constrained calls of a stopped answer; None if there is none.
 
     The grammar came from one library, and a schema may have rules that no grammar can express; see `answers.py` of
     `beyond.structured`.

@@ -1,9 +1,9 @@
-"""Tools that a chat may use: what a request says of them, and the grammar that keeps a model's calls to it.
+"""Tools of a chat: read them from a request, and write the grammar that constrains the model's calls.
 
 A tool is a name and a JSON schema of its arguments. The chat template writes the tools into the prompt, and the model
-answers with a call: text in a form that its family was trained on. `required` and a named tool make the calls certain,
-so the text is constrained from its first character on. With `auto` the model decides; its calls are constrained only if
-a tool asks for it (`"strict": true`), and then from the first character of a call on.
+answers with a call: text in a form that its family was trained on. With `required` or a named tool
+the model must call, so the text is constrained from its first character on. With `auto` the model decides; its calls
+are constrained only if a tool is `"strict": true`, and then from the first character of a call on.
 
     Hermes, Qwen2.5, Qwen3    <tool_call>
                               {"name": "clock", "arguments": {"city": "Paris"}}
@@ -47,13 +47,13 @@ class ToolFormat:
     """How a family of models writes a call.
 
     Attributes:
-        opening, closing: what is around the JSON object of a call.
-        space: between those and the object.
+        opening, closing: text before and after the JSON object of a call.
+        space: white space between them and the object.
         key: the object's name for the arguments.
-        between: two calls.
-        text: a regular expression of an answer, or of its beginning, that is no call.
-        token_ids: of `opening` and `closing`, where they are tokens of their own, which a grammar names by number.
-        marks: other tokens of that kind, which text may have: Qwen3's `<think>`.
+        between: text between two calls.
+        text: a regular expression for an answer, or its beginning, that is not a call.
+        token_ids: ids of `opening` and `closing` if they are single tokens, which a grammar names by number.
+        marks: other such tokens that may occur in text: Qwen3's `<think>`.
     """
 
     opening: str
@@ -83,8 +83,8 @@ class Tools:
     Attributes:
         shown: for the chat template.
         format: how the model writes calls.
-        grammar: of the answer; None constrains nothing.
-        schemas: of the arguments that the grammar constrains, by the tool's place in the request.
+        grammar: the grammar of the answer; None: not constrained.
+        schemas: schemas of the constrained arguments, by the tool's place in the request.
         several: whether an answer may have more than one call.
     """
 
@@ -95,7 +95,7 @@ class Tools:
     several: bool
 
     def explain(self, error: ValueError) -> str:
-        """Say which part of which tool's schema the grammar was refused for, if one alone is to blame."""
+        """Explain which part of which tool's schema made the library refuse the grammar, if it is a single one."""
         for i, schema in self.schemas.items():
             refused = first_refused(schema)
             if refused is not None:
@@ -122,12 +122,12 @@ def tool_format(tokenizer: PreTrainedTokenizerFast, parser: str = "auto") -> Too
 
 
 def parse_tools(body: Mapping[str, Any], form: ToolFormat | None) -> Tools | None:
-    """Check `tools`, `tool_choice` and `parallel_tool_calls` of a chat; None if the model is to know of no tool.
+    """Check `tools`, `tool_choice` and `parallel_tool_calls` of a chat; None if the model gets no tools.
 
     With `"tool_choice": "none"` the template gets no tools, so the model has nothing to call.
 
     Raises:
-        ValueError: one of them is wrong; its first word is the field.
+        ValueError: one of them is invalid; the message begins with the field.
     """
     given, choice, parallel = (body.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls"))
     if not (parallel is None or isinstance(parallel, bool)):
@@ -160,7 +160,7 @@ def parse_tools(body: Mapping[str, Any], form: ToolFormat | None) -> Tools | Non
 
 
 def _function(tool: object, where: str) -> dict[str, Any]:
-    """Return the fields of a tool's function that say something."""
+    """Return the fields of a tool's function that are set."""
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         raise ValueError(f'{where} must be {{"type": "function", "function": {{…}}}}, got {shown(tool)}')
     function = {name: value for name, value in tool["function"].items() if value is not None}
@@ -174,7 +174,7 @@ def _function(tool: object, where: str) -> dict[str, Any]:
 
 
 def _chosen(choice: object, names: Sequence[str]) -> Sequence[int] | None:
-    """Return the places of the tools of which one must be called; None if none must."""
+    """Return the places of the tools of which one must be called; None if no call is required."""
     if choice is None or choice in ("none", "auto"):
         return None
     if not names:
@@ -191,7 +191,7 @@ def _chosen(choice: object, names: Sequence[str]) -> Sequence[int] | None:
 
 
 def _arguments(function: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """Return the schema of a function's arguments; without one there are none."""
+    """Return the schema of a function's arguments; without a schema it has no arguments."""
     schema = function.get("parameters", {})
     if schema.get("type", "object") != "object":
         raise ValueError(f'tools[{i}].function.parameters/type must be "object", got {shown(schema["type"])}')
@@ -213,8 +213,8 @@ def write_grammar(calls: Mapping[str, Mapping[str, Any]], form: ToolFormat, *, m
 
     Args:
         calls: the schema of the arguments, by the tool's name.
-        must_call: whether an answer is calls alone; else it may be, or begin with, other text.
-        several: whether more than one call may come.
+        must_call: whether an answer consists only of calls; else it may be, or begin with, other text.
+        several: whether an answer may have more than one call.
     """
     call = f"({' | '.join(f'call_{i}' for i in range(len(calls)))}) {form.quote(form.closing)}"
     opening = form.quote(form.opening)
@@ -231,7 +231,7 @@ def write_grammar(calls: Mapping[str, Mapping[str, Any]], form: ToolFormat, *, m
 
 
 def _text_rules(form: ToolFormat) -> list[str]:
-    """Write the rules of a text that is no call, and of one that ends where a call is opened."""
+    """Write the rules of a text that is not a call, and of a text that ends where a call begins."""
     mark = f"<[{','.join(map(str, form.marks))}]>"
     rules = [f"TEXT: /{form.text}/", f"text: TEXT? ({mark} TEXT?)*" if form.marks else "text: TEXT?"]
     if form.opening in form.token_ids:

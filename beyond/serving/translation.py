@@ -1,4 +1,4 @@
-"""Other APIs as translations: their requests become chats, and what a chat is answered becomes their answers."""
+"""Serve other APIs by translation: their requests become chats, and the chats' answers become theirs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Events = Iterable[tuple[str, dict[str, Any]]]  # the name of each, and what it s
 
 
 class Chats(Protocol):
-    """The API that answers chats, as far as other APIs need it."""
+    """The part of the chat API that other APIs use."""
 
     def post(self, handler: Callable[..., Awaitable[ASGIApp]], /) -> ASGIApp:
-        """Make a guarded endpoint whose `handler` gets the JSON of the body."""
+        """Make a guarded endpoint whose `handler` gets the body's JSON."""
         ...
 
     async def chat_completions(self, body: Any) -> ASGIApp:
@@ -39,13 +39,13 @@ async def translated(
     whole: Callable[[dict], dict],
     chunk: Callable[[dict], Events],
 ) -> ASGIApp:
-    """Return the answer to a chat in the words of another API.
+    """Return the answer to a chat in the format of another API.
 
     Args:
-        answered: by a method of `Chats`.
-        words: in errors of tools, and what the other API says instead.
+        answered: the answer of a method of `Chats`.
+        words: names in error messages about tools, and the other API's names for them.
         whole: translates a complete answer.
-        chunk: translates one chunk of a stream, or an error in its place, into events.
+        chunk: translates one chunk of a stream, or an error, into events.
     """
     try:
         answer = await answered
@@ -61,10 +61,10 @@ async def translated(
 
 
 def chat_tools(given: object, function_of: Callable[[Mapping[str, Any]], dict[str, Any] | str]) -> Any:
-    """Return tools as a chat has them; what their fields hold is left to the chat to check.
+    """Return tools in a chat's format; the chat checks their fields.
 
     Args:
-        function_of: returns the function of a tool; or the form that it should have.
+        function_of: returns the function of a tool, or a description of the form that it should have.
     """
     if not isinstance(given, list):
         return given
@@ -78,7 +78,7 @@ def chat_tools(given: object, function_of: Callable[[Mapping[str, Any]], dict[st
 
 
 def chat_call(call_id: object, name: str, arguments: object) -> dict[str, Any]:
-    """Return a call of a tool as an assistant's message in a chat has it."""
+    """Return a tool call in the format of an assistant's message in a chat."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -90,7 +90,7 @@ class TranslatedStream:
 
     @property
     def code(self) -> str:
-        """Why it broke off; empty if it did not."""
+        """Code of the error that ended it early; else empty."""
         return self._chat.code
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +106,7 @@ class TranslatedStream:
 
 
 def only_text(content: Any, types: Sequence[str], param: str) -> str:
-    """Join the parts of a content that may also be a plain text; `RequestError` for parts of no such type."""
+    """Return a content as text, joining its parts if it has parts; `RequestError` for parts of another type."""
     parts = [{"type": types[0], "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(
         isinstance(part, dict) and part.get("type") in types and isinstance(part.get("text"), str) for part in parts

@@ -1,13 +1,12 @@
-"""What crosses between the engine's process and the one that speaks HTTP: one message per step, cheap to write.
+"""Messages between the engine's process and the HTTP process: one per step, cheap to write.
 
 Nearly every event of a step is one token with its text. Such an event is a plain tuple of three, which `pickle` writes
-in a small part of a microsecond. What is rare may cost more: ends, errors, log-probabilities.
+in a small part of a microsecond. Rare events may cost more: ends, errors, log-probabilities. Commands of the same
+moment share a message, too.
 
-Commands of one moment cross in one message, too.
-
-The two processes are one program, connected by two pipes that nobody else can open. Nothing that a client sends is ever
-unpickled. Every message has its length in front, in four bytes, as `multiprocessing` has it. The engine's process uses
-that module's `Connection`. The other one must not wait for a pipe, so it reads and writes half a message if need be.
+The two processes are one program, connected by two pipes that nobody else can open. Data from clients is never
+unpickled. Every message begins with its length in four bytes, as in `multiprocessing`. The engine's process uses that
+module's `Connection`. The HTTP process must not wait for a pipe, so it reads and writes partial messages if necessary.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ READY, REFUSED, NEWS, RESULT = range(4)  # the first item of every message from 
 
 @dataclass(frozen=True)
 class About:
-    """What the other process must know of an engine to check requests.
+    """What the HTTP process must know about an engine to check requests.
 
     Attributes:
-        longest_prompt: that the KV pool can hold and a step can take, in tokens.
+        longest_prompt: the longest prompt that fits in the KV pool and in a step, in tokens.
     """
 
     vocab_size: int
@@ -50,7 +49,7 @@ class About:
 
     @classmethod
     def of(cls, llm: LLM) -> About:
-        """Look at an engine."""
+        """Describe an engine."""
         scheduler = llm.engine.scheduler
         longest = scheduler.block_manager.capacity
         if not scheduler.enable_chunked_prefill:
@@ -59,18 +58,18 @@ class About:
 
 
 def pack_commands(commands: list[tuple]) -> bytes:
-    """Write commands for the engine's process as one message, with its length in front."""
+    """Write commands for the engine's process as one message, which begins with its length."""
     packed = pickle.dumps(commands, pickle.HIGHEST_PROTOCOL)
     return HEAD.pack(len(packed)) + packed
 
 
 def pack_news(now: float, failure: Exception | None, news: News) -> bytes:
-    """Write what a step brought.
+    """Write the results of a step.
 
     Args:
-        now: when it was known, in seconds on the monotonic clock, which is the same in both processes.
-        failure: what broke the last step off.
-        news: of requests whose `index` is their number on the wire.
+        now: when they became known, in seconds on the monotonic clock, which both processes share.
+        failure: the error that ended the last step.
+        news: events of requests whose `index` is their number on the wire.
     """
     rows: list[tuple] = []
     broken = failure and portable(failure)  # of all requests of the step, so it crosses once
@@ -87,7 +86,7 @@ def pack_news(now: float, failure: Exception | None, news: News) -> bytes:
 
 
 def take_messages(unread: bytearray) -> Iterator[tuple]:
-    """Unpickle the messages that are complete, and remove them from what was read."""
+    """Unpickle the complete messages, and remove them from the buffer."""
     while len(unread) >= HEAD.size and len(unread) >= (end := HEAD.size + HEAD.unpack_from(unread)[0]):
         message = pickle.loads(memoryview(unread)[HEAD.size : end])
         del unread[:end]
@@ -104,17 +103,17 @@ def unpack_event(number: int, *said: Any) -> Event:
 
 
 def pack_result(number: int, done: Future) -> bytes:
-    """Write what the call with this number returned or raised."""
+    """Write the result or the exception of the call with this number."""
     error = done.exception()
     result = (None, portable(error)) if error else (done.result(), None)
     return pickle.dumps((RESULT, number, *result), pickle.HIGHEST_PROTOCOL)
 
 
 def portable(error: BaseException) -> BaseException:
-    """Rebuild an error as the other process can raise and log it, with its traceback as a note.
+    """Rebuild an error so that the other process can raise and log it, with its traceback as a note.
 
-    An error of any class but Python's own, `EngineClosed` and `GrammarError` crosses as text: the other process might
-    not be able to import the class, and could not read on.
+    Errors other than Python's built-in ones, `EngineClosed` and `GrammarError` are sent as text, because the other
+    process might be unable to import their class and then could not read further messages.
     """
     copy: BaseException = RuntimeError(f"{type(error).__name__}: {error}")
     if type(error).__module__ == "builtins" or isinstance(error, (EngineClosed, GrammarError)):

@@ -1,11 +1,11 @@
 """Drafts from a small model: it generates a few tokens, and the large one checks them.
 
 The small model has a separate KV cache with the same number of blocks, so one block table serves both: position 70 of a
-    sequence is stored in the same slot of both pools. It needs no scheduler and no block manager: it runs the tokens
-    that it has not seen yet, then one token after the other, on stage F's runner. A guess is sampled with the noise
-    that the large model's sampler will use for the same token, so the two agree as often as their scores do, also at
-    temperature 1. With structured output, the small model's tokens are constrained too, starting from the certain
-    tokens each time. Errors in its KV cache can make a guess wrong, but never an answer.
+sequence is stored in the same slot of both pools. It needs no scheduler and no block manager: it runs the tokens
+that it has not seen yet, then one token after the other, on stage F's runner. A guess is sampled with the noise
+that the large model's sampler will use for the same token, so the two agree as often as their scores do, also at
+temperature 1. With structured output, the small model's tokens are constrained too, starting from the certain
+tokens each time. Errors in its KV cache can make a guess wrong, but never an answer.
 """
 
 from __future__ import annotations

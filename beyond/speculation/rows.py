@@ -5,7 +5,7 @@ every layer a step stores all keys and values before it reads any, so the row of
 first two. No kernel has to know which rows belong together.
 
 Guesses do not count until they are accepted: they are not in `num_computed_tokens`, so they never enter the prefix
-    cache, and the blocks of wrong guesses are freed.
+cache, and the blocks of wrong guesses are freed.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _guess_kernel(
         tl.store(text + end + 1 + ahead, guesses, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])  # or each kind of number would be compiled anew
+@triton.jit(do_not_specialize=["rows"])  # or each kind of number would be compiled separately
 def _complete_kernel(
     tokens,  # int32 [batch slots, width]
     noise,  # int32 [batch slots, width]

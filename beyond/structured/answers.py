@@ -1,10 +1,10 @@
 """Check finished answers with parsers that are independent of the masks.
 
 The masks come from one library, and a library has bugs: it rounds a large integer, or accepts the 29th of February of
-    any year. So its answers are not trusted. Another program checks every finished answer: jsonschema for a JSON
-    schema, `regex` for a regular expression, a comparison for a choice. For a grammar there is no other parser, so the
-    library reads the text again, character by character instead of token by token. If the check fails, the request ends
-    with an error.
+any year. So its answers are not trusted. Another program checks every finished answer: jsonschema for a JSON
+schema, `regex` for a regular expression, a comparison for a choice. For a grammar there is no other parser, so the
+library reads the text again, character by character instead of token by token. If the check fails, the request ends
+with an error.
 """
 
 from __future__ import annotations

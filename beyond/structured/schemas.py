@@ -41,7 +41,7 @@ def prepare(schema: Schema, white_space: str = " ") -> dict[str, Any] | Refused:
     """Rewrite a schema for the library, or return the part that is wrong or would be misread.
 
     Three rules are dropped and left to the check of the finished answer: unique items, formats that are annotations,
-        and (by an option of the library) that only one part of `oneOf` may hold.
+    and (by an option of the library) that only one part of `oneOf` may hold.
     """
     wrong = schema_error(schema)
     if wrong is not None:

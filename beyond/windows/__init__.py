@@ -1,4 +1,4 @@
-"""Layers that forget: layers with a window keep the last blocks of a sequence, in a pool of their own."""
+"""Layers that forget: layers with a window keep only the last blocks of a sequence, in a separate pool."""
 
 from stage_a_naive.entrypoints.lazy import import_when_used
 

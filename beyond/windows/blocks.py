@@ -1,18 +1,18 @@
-"""Which block of the windowed layers' pool holds which tokens, and when it is given back.
+"""Blocks of the windowed layers: which tokens each holds, and when it is freed.
 
-Stage D's block manager goes on as it is, for the layers that see all tokens: it has the block tables and the prefix
-cache. A *windowed block* belongs to one of its blocks and holds the same tokens, in the other layers:
+Stage D's block manager is unchanged and serves the layers that see all tokens: it has the block tables and the prefix
+cache. A *windowed block* belongs to one of its blocks and holds the same tokens for the windowed layers:
 
     block table of a sequence     [ 7  2  9  4 ]        16 tokens each, a window of 20
-    windowed block of each        [ -  -  3  1 ]        those of blocks 7 and 2 have been given back
+    windowed block of each        [ -  -  3  1 ]        those of blocks 7 and 2 have been freed
 
-So there is no second table and no second prefix cache: whoever finds block 9 by its content finds windowed block 3 as
-well, while it is there. A windowed block that no sequence sees any more joins the free list and keeps its content, like
-any block; it is lost when it is handed out again, or when the block that it belongs to is. A prefix counts as cached if
-all of its blocks are found and those in the window of its last token have their windowed blocks.
+So there is no second table and no second prefix cache: a look-up that finds block 9 by its content also finds windowed
+block 3, if that still exists. A windowed block that no sequence sees any more joins the free list and keeps its
+content, like any block. It is lost when it, or the block that it belongs to, is allocated again. A prefix counts as
+cached if all its blocks are found and those in the window of its last token have their windowed blocks.
 
-How many windowed blocks a sequence needs is known: those of its window. They are promised when it is admitted, beside a
-step's prompt tokens, so it never waits for one, and none is preempted for one.
+The number of windowed blocks that a sequence needs is known: the blocks of its window. They are reserved at admission,
+in addition to a step's prompt tokens, so no sequence waits for a windowed block or is preempted for one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ NONE = -1
 
 
 class WindowBlocks:
-    """Hands out and takes back the blocks of the windowed layers.
+    """Allocates and frees the blocks of the windowed layers.
 
     Args:
-        kv_cache: how many there are, and for how many tokens.
+        kv_cache: has the number of blocks and their size.
 
     Attributes:
         of_block: int32 `[blocks + 1]`: the windowed block of each block, or `NONE`; the last entry is `NONE`.
@@ -63,7 +63,7 @@ class WindowBlocks:
         return self.num_blocks - len(self._free)
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Tell whether a sequence can be admitted, so that all that run can have their windows to their ends."""
+        """Tell whether a sequence can be admitted while all running sequences keep enough blocks for their windows."""
         if self.num_blocks >= self.num_full_blocks:  # one for every block: they are never short
             return True
         return sum(self._promised.values()) + self._most_of(sequence) + self._of_a_step <= self.num_blocks
@@ -72,11 +72,11 @@ class WindowBlocks:
         return min(self._most, -(-sequence.max_total_tokens // self.block_size))
 
     def first_seen(self, position: int) -> int:
-        """Return which entry of a block table has the first token that is visible at a position."""
+        """Return the block-table entry of the first token that is visible at a position."""
         return max(0, position - self.window + 1) // self.block_size
 
     def whole_prefix(self, blocks: list[int]) -> int:
-        """Count how many of a sequence's first blocks it can begin behind: the window there has to be whole."""
+        """Count a sequence's leading blocks that can be reused: their window must have all its windowed blocks."""
         run = found = 0  # windowed blocks in a row
         for i, is_there in enumerate((self.of_block[blocks] != NONE).tolist(), 1):
             run = run + 1 if is_there else 0
@@ -87,7 +87,7 @@ class WindowBlocks:
     # ---- taking and returning --------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a sequence what the prefix cache has of its window; `has_room` has said that it fits."""
+        """Give a sequence the cached windowed blocks of its window; `has_room` must have returned True."""
         end = sequence.num_computed_tokens // self.block_size
         self._seen[sequence] = range(self.first_seen(sequence.num_computed_tokens), end)
         self._promised[sequence] = self._most_of(sequence)
@@ -98,7 +98,7 @@ class WindowBlocks:
             self._users[block] += 1
 
     def cover(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give a running sequence windowed blocks for the tokens that follow, up to the first `num_tokens`."""
+        """Allocate windowed blocks for a running sequence's next tokens, up to `num_tokens` in all."""
         seen = self._seen[sequence]
         end = -(-num_tokens // self.block_size)
         if end <= seen.stop:
@@ -113,9 +113,9 @@ class WindowBlocks:
         self._grown[sequence] = None
 
     def slide(self) -> None:
-        """Give back what no later token sees. Call it when a step is about to be launched: its own tables are made.
+        """Free blocks that no later token sees. Call it before a step's launch, once the step's tables are made.
 
-        The device runs steps in order, so whoever gets such a block writes to it after this step has read it.
+        The device runs steps in order, so the next owner of such a block writes to it after this step has read it.
         """
         for sequence in self._grown:
             seen = self._seen[sequence]
@@ -125,14 +125,14 @@ class WindowBlocks:
         self._grown.clear()
 
     def shorten(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give back the windowed blocks of all but the first blocks of a sequence's table."""
+        """Free the windowed blocks of all but the first blocks of a sequence's table."""
         seen = self._seen[sequence]
         end = min(max(num_blocks, seen.start), seen.stop)
         self._give_back(sequence.block_table[end : seen.stop])
         self._seen[sequence] = range(seen.start, end)
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all that a sequence holds. A second call returns nothing more."""
+        """Free all windowed blocks of a sequence. A second call is a no-op."""
         if sequence in self._seen:
             self.shorten(sequence, 0)
             self._grown.pop(sequence, None)
@@ -146,7 +146,7 @@ class WindowBlocks:
                 self._free[block] = None
 
     def lose(self, full_block: int) -> None:
-        """Drop what is kept for a block that gets new content; its windowed block, if it has one, is free."""
+        """Drop the windowed block, which must be free, of a block that gets new content."""
         block = int(self.of_block[full_block])
         if block != NONE:
             self.of_block[full_block] = self._holds[block] = NONE
@@ -155,7 +155,7 @@ class WindowBlocks:
     # ---- self-check ------------------------------------------------------------------------------------------------
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Raise `RuntimeError` if the counts are inconsistent. `sequences`: all that hold blocks."""
+        """Raise `RuntimeError` if the counts are inconsistent. `sequences`: all those that hold blocks."""
         sequences = [sequence for sequence in sequences if sequence.block_table]
         found = Counter(self.of_block[s.block_table[i]] for s in sequences for i in self._seen[s])
         wrong = [
@@ -178,7 +178,7 @@ class WindowBlocks:
 
 
 class HybridBlockManager(BlockManager):
-    """Stage D's block manager, which sees to it that a sequence has the windowed blocks of its window too.
+    """Stage D's block manager, which also allocates the windowed blocks of each sequence's window.
 
     Args:
         windows: the windowed blocks.
@@ -191,7 +191,7 @@ class HybridBlockManager(BlockManager):
         windows.start_empty()
 
     def allocate(self, sequence: Sequence, num_tokens: int, watermark: int = 0) -> bool:
-        """Do as `BlockManager.allocate`. A sequence without blocks is admitted if there is room for its window too."""
+        """Allocate as `BlockManager.allocate` does. A new sequence also needs room for its window."""
         is_new = not sequence.block_table
         if is_new and not self.windows.has_room(sequence):
             return False
@@ -204,7 +204,7 @@ class HybridBlockManager(BlockManager):
         return True
 
     def index_computed(self, sequence: Sequence) -> None:
-        """Do as `BlockManager.index_computed`, when the tokens that are about to run have their windowed blocks."""
+        """Index as `BlockManager.index_computed` does, after allocating windowed blocks for the next tokens."""
         if sequence.block_table:
             self.windows.cover(sequence, sequence.num_computed_tokens)
         super().index_computed(sequence)
@@ -214,7 +214,7 @@ class HybridBlockManager(BlockManager):
         super().free(sequence)
 
     def shrink(self, sequence: Sequence) -> None:
-        """Free the blocks past a sequence's computed tokens, those of guesses that were wrong."""
+        """Free the blocks past a sequence's computed tokens: those of wrong guesses."""
         if len(sequence.block_table) > (num_blocks := self.blocks_for(sequence.num_computed_tokens)):
             self.windows.shorten(sequence, num_blocks)
             ShrinkingBlockManager.shrink(cast("ShrinkingBlockManager", self), sequence)
@@ -231,7 +231,7 @@ class HybridBlockManager(BlockManager):
         return block
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
-        """Find the longest cached prefix whose window is whole; of blocks with equal content, the one that has its."""
+        """Find the longest cached prefix with a complete window; of equal blocks, prefer one with a windowed block."""
         blocks = [self._with_window(block) for block in super()._find_cached(sequence)]
         return blocks[: self.windows.whole_prefix(blocks)] if blocks else []
 

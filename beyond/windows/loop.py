@@ -1,4 +1,4 @@
-"""Windows: a layer that sees only the last tokens gives back the blocks that no later token sees.
+"""Windows: a layer that sees only the last tokens frees the blocks that no later token sees.
 
 Take blocks of 4 tokens and a window of 6. Token 13 sees the tokens 8 to 13, which are in the blocks 2 and 3. Token 14
 sees 9 to 14. No token from here on sees the tokens of the blocks 0 and 1, so their memory can be another sequence's.
@@ -19,7 +19,7 @@ LENGTH, WINDOW, BLOCK_SIZE = 4000, 512, 16  # tokens
 
 
 class Pool:
-    """Blocks of keys and values, `[blocks, block_size, head_dim]`, and which of them are free."""
+    """Blocks of keys and values, `[blocks, block_size, head_dim]`, and the list of free ones."""
 
     def __init__(self, num_blocks: int) -> None:
         self.keys, self.values = torch.zeros(2, num_blocks, BLOCK_SIZE, HEAD_DIM)

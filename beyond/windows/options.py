@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOptions:
-    """How the KV cache of a model is divided whose layers see differently far back.
+    """How the KV cache is divided if some layers of the model have a window.
 
     Attributes:
-        hybrid_kv_cache: layers with a window have a pool of their own, in the memory that one pool would take, and give
-            blocks back that no later token sees. A model without such layers runs as without the option.
+        hybrid_kv_cache: layers with a window have a separate pool, and free blocks that no later token sees. Both pools
+            together take the memory of one. The option has no effect on a model without such layers.
     """
 
     hybrid_kv_cache: bool = False

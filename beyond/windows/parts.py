@@ -19,15 +19,15 @@ from stage_f_graph_tp.runner import StepRunner
 
 
 def windowed_layers(config: ModelConfig, options: Options) -> tuple[int, ...]:
-    """Return the window of each layer; 0 if it sees all tokens that there can be."""
+    """Return the window of each layer; 0 if the layer sees all tokens."""
     longest = min(options.max_model_len, config.max_position_embeddings)
     return tuple(kind.window if kind.window < longest else 0 for kind in config.layers)
 
 
 def fit_options(options: Options, config: ModelConfig) -> Options:
-    """Lower the tokens of a step to `max_model_len`, because the windowed pool has to hold all of them for a step.
+    """Lower the tokens of a step to `max_model_len`, because the windowed pool must hold all of them for a step.
 
-    Where no layer has a window, the option is switched off: there is one kind of layers.
+    If no layer has a window, the option is switched off.
     """
     if not options.hybrid_kv_cache:
         return options
@@ -38,7 +38,7 @@ def fit_options(options: Options, config: ModelConfig) -> Options:
 
 
 def divide_pool(runtime: Runtime, options: Options) -> Runtime:
-    """Let a runtime's pools be divided by kinds of layers, and its layers read their own block tables."""
+    """Divide a runtime's pool by kinds of layers, and let each layer read the block table of its kind."""
     if not options.hybrid_kv_cache:
         return runtime
     windows = windowed_layers(runtime.config, options)
@@ -60,14 +60,14 @@ def divide_pool(runtime: Runtime, options: Options) -> Runtime:
 
 
 def hybrid_batch(options: Options, batch: Callable[..., InputBatch] = InputBatch) -> Callable[..., InputBatch]:
-    """Return what makes a builder of inputs for both kinds of layers, from what makes one for one kind."""
+    """Wrap a factory of input builders so that the builders serve both kinds of layers."""
     if not options.hybrid_kv_cache:
         return batch
     return cast("Callable[..., InputBatch]", lambda *limits: HybridBatch(batch(*limits)))
 
 
 def block_manager_of(runner: StepRunner | ModelRunner) -> partial[HybridBlockManager] | None:
-    """Return what makes the block manager of a runner with two pools, and tell the runner's inputs; None for one."""
+    """Return the factory of the block manager for a runner with two pools, and connect its input builder; else None."""
     if not isinstance(runner.kv_cache, HybridKVCache):
         return None
     windows = WindowBlocks(runner.kv_cache)

@@ -1,4 +1,4 @@
-"""Two pools in the memory of one: blocks for the layers that see everything, and blocks for those with a window.
+"""Two pools in the memory of one: blocks for the layers that see all tokens, and blocks for those with a window.
 
 A block of Gemma 3 270M's one pool holds 16 tokens of 18 layers. 15 of these layers see only the last 512 tokens. So a
 request of 4,096 tokens holds 256 blocks of 18 layers, although its windowed layers will read 33 of them again:
@@ -6,8 +6,9 @@ request of 4,096 tokens holds 256 blocks of 18 layers, although its windowed lay
     one pool    256 blocks × 18 layers                       4,608 blocks of one layer
     two pools   256 blocks × 3 layers + 34 blocks × 15       1,278
 
-The memory is divided once, when the engine is made. The windowed pool gets what the windows of `max_num_seqs` requests
-take, but no more than half of the memory; or what requests of `max_model_len` tokens need of it that fill both pools.
+The memory is divided once, when the engine is made. The windowed pool gets enough blocks for the windows of
+`max_num_seqs` requests, but at most half of the memory; or as many as requests of `max_model_len` tokens that fill both
+pools need.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What decides how many windowed blocks are of use.
+    """The numbers that limit how many windowed blocks can be used.
 
     Attributes:
-        window: tokens that a windowed layer sees; of several windows, the largest.
+        window: tokens that a windowed layer sees; the largest, if there are several windows.
         max_model_len, max_num_seqs, max_num_batched_tokens: the engine's.
-        num_guesses: tokens that a step may run ahead of those that are certain.
+        num_guesses: tokens that a step may run beyond the certain ones.
     """
 
     window: int
@@ -44,21 +45,21 @@ class Limits:
     num_guesses: int = 0
 
     def held(self, block_size: int) -> int:
-        """Count the windowed blocks that a sequence holds at most in decode.
+        """Return the most windowed blocks that a sequence holds in decode.
 
-        The window's own, one that it has begun to leave, and one that is being filled, or more for guesses.
+        These are the window's blocks, one that it has begun to leave, and one that is being filled (more with guesses).
         """
         return -(-(self.window + 4 * self.num_guesses) // block_size) + 2
 
     def of_a_step(self, block_size: int) -> int:
-        """Count the blocks of the prompt tokens of a step, which are given back after it."""
+        """Return the blocks for the prompt tokens of a step, which are freed after it."""
         return -(-self.max_num_batched_tokens // block_size)
 
     def divide(self, num_blocks: int, block_size: int, full_layers: int, windowed_layers: int) -> Division:
         """Divide the memory of `num_blocks` blocks of all layers.
 
-        Either there are windowed blocks for a request with its window, beside the prompt tokens of a step, or as many
-        as of the other layers, which is enough for whatever these hold.
+        The windowed pool either has enough blocks for a request's window and the prompt tokens of a step, or as many as
+        the other pool, which always suffices.
         """
         longest = -(-self.max_model_len // block_size)  # blocks of a request of `max_model_len`
         window, step = min(longest, self.held(block_size)), self.of_a_step(block_size)
@@ -79,9 +80,9 @@ class HybridKVCache:
     """A pool for each kind of layer.
 
     Attributes:
-        num_blocks: of the layers that see all tokens; these blocks are in the block tables.
-        num_window_blocks: of the layers with a window.
-        limits: by which they were counted.
+        num_blocks: blocks of the layers that see all tokens; the block tables list these.
+        num_window_blocks: blocks of the layers with a window.
+        limits: the limits by which the memory was divided.
         layers: each layer's (keys, values), as in stage D's pool, in the model's order.
     """
 
@@ -95,12 +96,12 @@ class HybridKVCache:
 
 @dataclass(frozen=True)
 class HybridPool:
-    """Makes two pools in the memory that one pool of as many blocks takes; made and called as `Formats.pool`.
+    """Makes two pools in the memory of one pool with the given number of blocks; called as `Formats.pool`.
 
     Args:
-        one_pool: makes each of them.
-        is_windowed: of every layer of the model, whether it has a window.
-        limits: by which the memory is divided.
+        one_pool: makes each of the two.
+        is_windowed: for every layer of the model, whether it has a window.
+        limits: determine how the memory is divided.
     """
 
     one_pool: Any
@@ -117,7 +118,7 @@ class HybridPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> HybridKVCache:
-        """Make the pools, of one block each where one block is all that there is: to measure the memory of a step."""
+        """Make the pools. With `num_blocks` 1, each has one block: this is used to measure the memory of a step."""
         shape = block_size, num_kv_heads, head_dim, dtype, device
         num_windowed = sum(self.is_windowed)
         layers = Division(num_layers - num_windowed, num_windowed)
@@ -126,5 +127,5 @@ class HybridPool:
         return HybridKVCache(full, windowed, self.is_windowed, self.limits)
 
     def bytes_per_token(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Count the bytes of one token's K and V in all layers, if all of them keep it."""
+        """Return the bytes of one token's K and V in all layers, if all layers keep it."""
         return self.one_pool.bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)

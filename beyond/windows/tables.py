@@ -1,10 +1,10 @@
-"""A step's block tables for both kinds of layers: side by side on their way to the device, apart in the layers.
+"""A step's block tables for both kinds of layers: joined on the way to the device, split for the layers.
 
     on the host      [ 7 2 9 4 | - - 3 1 ]     a row of the step's input: its blocks, and the windowed block of each
-    on the device    a full layer is told 7 2 9 4, a windowed one - - 3 1, and in which slots its new tokens go there
+    on the device    a full layer gets 7 2 9 4; a windowed one gets - - 3 1 and the slots of its new tokens
 
-Stage F's input has room for tables of any width, so nothing else changes on the way: one copy carries them, other ranks
-get them with it, and they are taken apart inside a CUDA graph.
+Stage F's input has room for tables of any width, so nothing else changes: both tables travel in the same copy, also to
+other ranks, and are split inside the CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from stage_f_graph_tp.step_input import StepInput, StepShape
 
 
 class HybridBatch:
-    """Builds a step's input as the batch does that it is given, with block tables twice as wide.
+    """Builds a step's input as the given batch does, with block tables twice as wide.
 
     Args:
-        batch: stage F's builder of inputs, or another one's that is called alike.
+        batch: stage F's input builder, or another with the same interface.
 
     Attributes:
         windows: the windowed blocks; set before the first step.
@@ -43,7 +43,7 @@ class HybridBatch:
         self.max_blocks = 2 * batch.max_blocks  # columns of the widest table
 
     def update(self, step: ScheduledStep) -> None:
-        """Take over what the step changed."""
+        """Update the tables with the step's changes."""
         self._batch.update(step)
 
     def shape_of(self, step: ScheduledStep) -> StepShape:
@@ -52,7 +52,7 @@ class HybridBatch:
         return shape._replace(table_width=2 * shape.table_width)
 
     def fill(self, step: ScheduledStep, out: StepInput[np.ndarray]) -> np.ndarray:
-        """Write a step's input: see `InputBatch.fill`. What it is the last to see is free from here on."""
+        """Write a step's input: see `InputBatch.fill`. Blocks that only this step still sees are then freed."""
         width = out.block_tables.shape[1] // 2
         generated = self._batch.fill(step, out._replace(block_tables=out.block_tables[:, :width]))
         tables = out.block_tables[: len(step)]
@@ -63,14 +63,14 @@ class HybridBatch:
 
 
 def use_own_tables(model: DecoderModel, is_windowed: tuple[bool, ...], block_size: int) -> None:
-    """Let every layer of a model read the block tables of its own kind, out of those that `HybridBatch` makes."""
+    """Let every layer of a model read its kind's half of the block tables that `HybridBatch` makes."""
     tables = _Tables(block_size)
     for layer, kind in zip(model.layers, is_windowed, strict=True):
         layer.register_forward_pre_hook(tables.of_kind(kind))
 
 
 class _Tables:
-    """The tables of each kind of layer, taken apart once per step."""
+    """The tables of each kind of layer, split once per step."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -78,7 +78,7 @@ class _Tables:
         self._apart: tuple[AttentionMetadata, AttentionMetadata] | None = None
 
     def of_kind(self, kind: bool) -> Callable[[nn.Module, tuple], tuple | None]:
-        """Return what is called with a layer's arguments and may return others (a forward pre-hook)."""
+        """Return a forward pre-hook, which may replace a layer's arguments."""
 
         def choose(layer: nn.Module, arguments: tuple[Any, Any, Any, AttentionMetadata]) -> tuple | None:
             x, rotation, layer_cache, both = arguments
@@ -92,7 +92,7 @@ class _Tables:
 
 
 def take_apart(both: AttentionMetadata, block_size: int) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """Return what full and what windowed layers are told of a step, from tables that stand side by side."""
+    """Split joined tables into the metadata of full layers and that of windowed layers."""
     width = both.block_tables.shape[1] // 2
     full, windowed = (half.contiguous() for half in both.block_tables.split(width, dim=1))
     slots = windowed_slots(both, windowed, block_size)

@@ -8,7 +8,7 @@ MkDocs wants them, and MkDocs writes `build/website/site`:
     notebooks          become pages, with their outputs
     links to code      lead to a page with that file, or with `--repository URL` to the file there
     --students         leaves out instructors' pages and the answers to exercises, in lessons, notebooks and code
-    links to Colab     open the notebook of the repository; its badge becomes words, as no picture comes from elsewhere
+    Colab              opens a notebook of `--repository`: a link below its title, as no picture comes from elsewhere
     stages' classes    have pages made from their docstrings, without importing them
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from labs import student_repo
-from labs.first_cell import with_address
+from labs.first_cell import REPOSITORY, with_badge
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "website"
@@ -84,14 +84,7 @@ class Gatherer:
         """
         missing: list[str] = []
         for file, place in self.places.items():
-            text = (
-                notebook_text(file, self.pages / place, self.students)
-                if file.suffix == ".ipynb"
-                else (ROOT / file).read_text("utf-8")
-            )
-            if self.students:
-                text = student_repo.FENCED.sub(student_repo.unless_answer, text)
-            text = BADGE.sub(r"[\1]", with_address(text, Path(file), self.repository))
+            text = self.text_of(file, place)
             self.write(place, self.with_links(text, file, missing))
         for file in sorted(self.sources):
             self.write(source_place(file), source_text(file, self.students))
@@ -101,6 +94,17 @@ class Gatherer:
         self.add_slides(ROOT / "build" / "slides")
         if missing:
             raise ValueError("links that lead nowhere:\n" + "\n".join(missing))
+
+    def text_of(self, file: PurePosixPath, place: PurePosixPath) -> str:
+        """Return a page's text, with the repository's links still; a notebook's pictures are written."""
+        if file.suffix == ".ipynb":
+            text = notebook_text(file, self.pages / place, self.students)
+            text = with_badge(text, Path(file), self.repository or REPOSITORY)
+        else:
+            text = (ROOT / file).read_text("utf-8")
+        if self.students:
+            text = student_repo.FENCED.sub(student_repo.unless_answer, text)
+        return BADGE.sub(r"[\1]", text)
 
     def add_slides(self, folder: Path) -> None:
         """Put the slides that `make slides` has built beside their pages, and name them on the first of these."""

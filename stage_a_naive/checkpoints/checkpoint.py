@@ -9,44 +9,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stage_a_naive.checkpoints.model_config import read_json_object
+from stage_a_naive.checkpoints.tensor_source import LazyTensor, TensorSource
 from stage_a_naive.contract.errors import ModelError, one_line
 
 PREFIX = "model."  # begins all names except the LM head's
 FLOAT_TYPES = ("F32", "F16", "BF16")  # what safetensors calls float32, float16 and bfloat16
-
-
-class LazyTensor(Protocol):
-    """A stored tensor. Indexing reads a part of it, and `[:]` reads the whole."""
-
-    def __getitem__(self, index: slice | tuple[slice, ...], /) -> Tensor: ...
-
-
-class TensorSource(Protocol):
-    """A source of named tensors."""
-
-    @property
-    def name(self) -> str:
-        """The source's name in error messages."""
-        ...
-
-    def names(self) -> set[str] | None:
-        """Return the names of all tensors; None if the source can make any."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return a tensor's shape; None if it takes any requested shape."""
-        ...
-
-    def lazy(self, name: str, shape: tuple[int, ...]) -> LazyTensor:
-        """Return the tensor `name` of that shape without reading it."""
-        ...
 
 
 class SafetensorsDirectory:

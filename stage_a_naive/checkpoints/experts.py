@@ -13,14 +13,12 @@ Checkpoints store the matrices of the experts in three forms:
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
+from stage_a_naive.checkpoints.tensor_source import LazyTensor, TensorSource
 from stage_a_naive.contract.errors import ModelError, shown
-
-if TYPE_CHECKING:
-    from stage_a_naive.checkpoints.checkpoint import LazyTensor, TensorSource
 
 ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 ONE = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")
@@ -39,6 +37,8 @@ class Experts(NamedTuple):
         shared_size: intermediate features of an expert that every token uses; 0: there is none.
         weights_sum_to_one: whether the weights of a token's experts are divided by their sum.
         rounds_weights: whether these weights are rounded to the model's dtype.
+        ranks, rank: ranks that divide the experts among them, each whole, and which of them this one is; 1: a rank has
+            all experts, or a part of each.
     """
 
     count: int
@@ -47,15 +47,26 @@ class Experts(NamedTuple):
     shared_size: int = 0
     weights_sum_to_one: bool = True
     rounds_weights: bool = True
+    ranks: int = 1
+    rank: int = 0
+
+    @property
+    def held(self) -> range:
+        """The experts whose matrices are on this rank."""
+        share = self.count // self.ranks
+        return range(self.rank * share, (self.rank + 1) * share)
 
     @property
     def router_rows(self) -> int:
         """Rows of the matrices that weigh the experts: one per expert, and one for a shared expert."""
         return self.count + bool(self.shared_size)
 
-    def shard(self, parts: int) -> Experts:
-        """Return the experts of which every one has a part of the intermediate features."""
-        return self._replace(size=self.size // parts, shared_size=self.shared_size // parts)
+    def shard(self, rank: int, ranks: int) -> Experts:
+        """Return a rank's share: whole experts if they are divided, or else a part of each one's features."""
+        shared_size = self.shared_size // ranks
+        if self.ranks > 1:
+            return self._replace(rank=rank, shared_size=shared_size)
+        return self._replace(size=self.size // ranks, shared_size=shared_size)
 
 
 def experts_of_layers(config: PretrainedConfig) -> list[Experts | None]:
@@ -89,6 +100,12 @@ def check_experts(config: PretrainedConfig) -> None:
         raise ModelError(
             f"num_experts_per_tok ({config.num_experts_per_tok}) is more than num_experts ({config.num_experts})"
         )
+
+
+def expert_of(name: str) -> int | None:
+    """Return the number of the expert whose matrix has this name; None if it is no expert's."""
+    match = ONE.fullmatch(name)
+    return match and int(match["index"])
 
 
 def names_of_experts(fused: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

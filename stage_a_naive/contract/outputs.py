@@ -153,11 +153,6 @@ class Completion:
         self.all_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        piece = self._advance(token_id)
-        self.text_ends.append(self._released)  # done last: a token counted here is complete
-        return piece
-
-    def _advance(self, token_id: int) -> str:
         params = self.request.params
         stops = token_id in self._stop_ids and self.num_generated_tokens > params.min_tokens
         if self._decoder is not None and (not stops or params.include_stop_str_in_output):
@@ -166,10 +161,12 @@ class Completion:
             piece = self.finish("stop")
             if self.stop_reason is None:
                 self.stop_reason = self._stop_ids[token_id]
-            return piece
-        if self.finish_reason is None and len(self.all_token_ids) >= self.max_total_tokens:
-            return self.finish("length")
-        return "" if self._decoder is None else self._release()
+        elif self.finish_reason is None and len(self.all_token_ids) >= self.max_total_tokens:
+            piece = self.finish("length")
+        else:
+            piece = "" if self._decoder is None else self._release()
+        self.text_ends.append(self._released)  # done last: a token counted here is complete
+        return piece
 
     def finish(self, reason: FinishReason) -> str:
         """End the completion and return the text that was held back."""

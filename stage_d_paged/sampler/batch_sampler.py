@@ -82,20 +82,20 @@ class BatchSampler:
         Args:
             batch_rows: the row of the batch for each row of the step.
             steps: how many tokens each has generated.
-            out: the input, with as many rows. If every row is greedy, no noise key is read, and none is made.
+            out: the input, with at least as many rows. If every row is greedy, no noise key is read, and none is made.
 
         Returns:
             the flags of all rows, combined.
         """
-        flags = self._rules[batch_rows, FLAGS]
+        count, flags = len(batch_rows), self._rules[batch_rows, FLAGS]
         needs = int(np.bitwise_or.reduce(flags))
-        out.temperatures[:] = self._temperatures[batch_rows]
+        out.temperatures[:count] = self._temperatures[batch_rows]
         if needs & RANDOM:
-            out.noise_keys[:] = self.noise_keys(batch_rows, steps)
+            out.noise_keys[:count] = self.noise_keys(batch_rows, steps)
         if needs & ~RANDOM:
-            out.rules[:] = self._rules[batch_rows]
+            out.rules[:count] = self._rules[batch_rows]
         else:
-            out.rules[:, FLAGS] = flags
+            out.rules[:count, FLAGS] = flags
         if needs & LOGPROBS:
             asking = np.flatnonzero(flags & LOGPROBS)
             out.asking[: len(asking)] = asking

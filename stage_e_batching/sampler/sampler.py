@@ -1,8 +1,8 @@
 """The sampler of one engine: it keeps the sampling parameters of every batch slot and samples tokens.
 
 A step calls it twice: `fill` writes the parameters of the rows into the step's input, and `choose`, which a CUDA graph
-    can hold, samples the tokens on the device. `complete` adds the rest (log-probabilities, rules about single tokens,
-    a replaced `sampling_fn`) for steps in which some row asks for it.
+can hold, samples the tokens on the device. `complete` adds the rest (log-probabilities, rules about single tokens,
+a replaced `sampling_fn`) for steps in which some row asks for it.
 """
 
 from __future__ import annotations

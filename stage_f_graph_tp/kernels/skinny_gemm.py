@@ -292,8 +292,8 @@ def choose_tiles(
     """Choose the tiles that were measured fastest on an H200.
 
     Small models: the smallest tile whose programs all run at once, one per multiprocessor. Above 16 tokens a tile has
-        at least 64 weight rows (or 32 pairs), which Hopper's tensor cores multiply in one instruction straight from
-        shared memory; only a product without split-K has smaller tiles up to 32 tokens. Large models: 64 weight rows.
+    at least 64 weight rows (or 32 pairs), which Hopper's tensor cores multiply in one instruction straight from
+    shared memory; only a product without split-K has smaller tiles up to 32 tokens. Large models: 64 weight rows.
     Two splits of 3,584 or 4,096 rows fill the chip. A program with fewer loads in flight needs less memory and leaves
     room for other programs: of the same product, so that one multiplies while another waits, or of the next product,
     which can start earlier.

@@ -5,7 +5,7 @@ and is the same for all models. It calls the kernel, which is compiled for the s
 constant, so the compiler unrolls the loops. Two models in one process have two kernel libraries.
 
 This module gathers the arguments from a stage D model: the addresses of the weights in one table, rotary tables in
-    float32, and the workspace through which the multiprocessors pass activations to each other.
+float32, and the workspace through which the multiprocessors pass activations to each other.
 
 Everything that changes between steps is read from device memory, so a CUDA graph captured once serves every step.
 """

@@ -9,12 +9,14 @@ rows and the second by columns: the process has the half that the second one nee
     process 1   x ─► QKV, the others ─────► attention ─► output ─┴─ sum ─► x ─► gate-up ─► SwiGLU ─► down … sum ─► x
 
 A process has the keys and values of its half of the heads. This program prints the bytes of weights per process; the
-answers equal those of stage D's loop. (The embedding, which is the LM head, too, is whole in both.)
+answers equal those of stage D's loop. (Both have the whole embedding, which is the LM head, too.)
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,20 +71,20 @@ def in_this_process(prompts: list[list[int]], eos_id: int, rank: int | None = No
     return answers, sum(weight.nbytes for weight in model.parameters()), SummedLinear.num_sums / len(pool.held)
 
 
-def as_rank(rank: int, store: str, prompts: list[list[int]], eos_id: int) -> Result:
+def as_rank(rank: int, store: str, run: Callable, work: tuple) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    result = in_this_process(prompts, eos_id, rank)
+    result = run(*work, rank=rank)
     dist.destroy_process_group()
     return result
 
 
-def in_two_processes(prompts: list[list[int]], eos_id: int) -> Result:
+def in_two_processes(*work: Any, run: Callable = in_this_process) -> Any:
     """Start process 1, and run as process 0. Both run the same steps and choose the same tokens."""
     with TemporaryDirectory() as folder:
-        work = f"{folder}/store", prompts, eos_id  # a file through which the two find each other
-        other = get_context("spawn").Process(target=as_rank, args=(1, *work), daemon=True)
+        shared = f"{folder}/store", run, work  # a file through which the two find each other
+        other = get_context("spawn").Process(target=as_rank, args=(1, *shared), daemon=True)
         other.start()
-        result = as_rank(0, *work)
+        result = as_rank(0, *shared)
         other.join()
     return result
 

@@ -1,4 +1,4 @@
-"""The collectives of one engine's ranks: all-reduce, all-gather, broadcast.
+"""The collectives of one engine's ranks: all-reduce, all-gather, all-to-all, broadcast.
 
 If the GPUs can write one another's memory, our own kernel (`all_reduce.py`) does the small all-reduces of a decode
 step, and all all-reduces of two ranks. NCCL does everything else, or gloo between CPU processes.
@@ -136,6 +136,17 @@ class RankGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather all ranks' `x [rows, columns]` side by side: `[rows, size * columns]`."""
         return self.stack(x).transpose(0, 1).flatten(1)
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send rows of `x` to the ranks, in their order, and return those that arrive, in the order of the ranks.
+
+        Args:
+            sent: rows for each rank; together all of `x`.
+            received: rows from each rank.
+        """
+        arrived = x.new_empty(sum(received), *x.shape[1:])
+        self._run("alltoall_base", arrived, x.contiguous(), received, sent)
+        return arrived
 
     def broadcast(self, x: Tensor) -> None:
         """Overwrite `x` on all other ranks with rank 0's."""

@@ -1,8 +1,8 @@
 """Sample without gathering the logits: each rank finds its best token, and the winners are compared.
 
 A greedy token is an argmax, and so is a token sampled at a temperature: the argmax of `logits / temperature + noise`
-    (Gumbel-max, stage A). A maximum can be found in parts, and a token's noise is a hash of the request's seed, the
-    step and the token's id, so every rank can compute the noise of its tokens:
+(Gumbel-max, stage A). A maximum can be found in parts, and a token's noise is a hash of the request's seed, the
+step and the token's id, so every rank can compute the noise of its tokens:
 
     rank 0   logits of tokens 0 … n/2 ─► its winner's (logit, noise, highest logit, id) ─┐
                                                                                          ├► all-gather ─► the same

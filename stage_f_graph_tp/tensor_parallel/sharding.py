@@ -12,7 +12,8 @@ Attention is split by heads (QKV column-parallel, output row-parallel) and the M
 column-parallel, down row-parallel): two all-reduces per layer. If there are more ranks than KV heads, several ranks
 hold a copy of the same KV head. The embedding is split by vocabulary: a rank looks up the ids that it holds, uses zeros
 for the others, and an all-reduce combines them. As the LM head, each rank scores its part of the vocabulary. The parts
-are gathered only for requests that need whole rows (`shard_sampling.py`).
+are gathered only for requests that need whole rows (`shard_sampling.py`). In layers with experts, a rank has a part of
+each expert, or some whole experts.
 
 So a rank's share of stage D's model is stage D's model, built from a smaller config (`shard_config`), filled with
 slices (`ShardedTensors`), with a collective after every row-parallel linear and every embedding.
@@ -27,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stage_a_naive.checkpoints.checkpoint import LazyTensor
+from stage_a_naive.checkpoints.experts import expert_of
+from stage_a_naive.checkpoints.tensor_source import LazyTensor
 from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import Embedding
@@ -49,7 +51,9 @@ def check_divisible(config: ModelConfig, size: int) -> None:
     kv_heads = config.num_kv_heads
     counts = {("attention heads", config.num_heads), ("intermediate features", config.intermediate_size)}
     for experts in filter(None, (kind.experts for kind in config.layers)):
-        counts |= {("intermediate features of an expert", n) for n in (experts.size, experts.shared_size)}
+        features = "intermediate features of an expert"
+        counts |= {(features, experts.shared_size)}
+        counts |= {("experts", experts.count) if experts.ranks > 1 else (features, experts.size)}
     for what, count in sorted(counts):
         if count % size:
             raise ValueError(f"tensor_parallel_size={size} does not divide the model's {count} {what}")
@@ -57,12 +61,12 @@ def check_divisible(config: ModelConfig, size: int) -> None:
         raise ValueError(f"tensor_parallel_size={size} and the model's {kv_heads} KV heads do not divide one another")
 
 
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+def shard_config(config: ModelConfig, size: int, rank: int = 0) -> ModelConfig:
     """Shrink a config to one rank's share. The vocabulary is rounded up: the last rank's table may end in zero rows."""
     check_divisible(config, size)
     return replace(
         config,
-        layers=tuple(replace(kind, experts=kind.experts and kind.experts.shard(size)) for kind in config.layers),
+        layers=tuple(replace(kind, experts=kind.experts and kind.experts.shard(rank, size)) for kind in config.layers),
         num_heads=config.num_heads // size,
         num_kv_heads=max(1, config.num_kv_heads // size),
         intermediate_size=config.intermediate_size // size,
@@ -82,7 +86,7 @@ def build_sharded_model(
     group: RankGroup,
 ) -> DecoderModel:
     """Build this rank's share of stage D's model, with its weights and its collectives."""
-    model = empty_model(shard_config(config, group.size), backend, max_model_len, dtype, device, formats)
+    model = empty_model(shard_config(config, group.size, group.rank), backend, max_model_len, dtype, device, formats)
     model.load(WeightLoader(ShardedTensors(tensors, config, group.rank, group.size)))
     for layer in model.layers:
         layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, group)
@@ -113,20 +117,28 @@ class ShardedTensors:
         self._cuts |= dict.fromkeys(("k_proj", "v_proj"), (0, kv_dim, kv_parts, rank * kv_parts // size))
         self._cuts |= {"o_proj": (1, rows["q_proj"], size, rank)}
         self._cuts |= {"down_proj": (1, config.intermediate_size, size, rank)}
-        self._experts = next((kind.experts for kind in config.layers if kind.experts), None)
+        experts = next((kind.experts for kind in config.layers if kind.experts), None)
+        self._experts, self._names = experts, whole.names()
+        if experts is not None and experts.ranks > 1 and self._names is not None:
+            elsewhere = set(range(experts.count)).difference(experts._replace(rank=rank).held)
+            self._names = {name for name in self._names if expert_of(name) not in elsewhere}
 
     def names(self) -> set[str] | None:
-        return self._whole.names()
+        """Return the names of the tensors that this rank reads, whole or in part."""
+        return self._names
 
     def _cut(self, name: str) -> tuple[int, int, int, int] | None:
         matrix, kind = name.split(".")[-2:]
         cut = self._cuts.get(matrix)
         if cut is None or (kind == "bias" and cut[0] == 1):
             return None
-        if self._experts is not None and "expert" in name:  # an expert is cut as an MLP is, and has another size
-            dim, _, parts, part = cut
-            return dim, self._experts.shared_size if ".shared_expert." in name else self._experts.size, parts, part
-        return cut
+        if self._experts is None or "expert" not in name:
+            return cut
+        is_shared = ".shared_expert." in name
+        if self._experts.ranks > 1 and not is_shared:
+            return None
+        dim, _, parts, part = cut  # an expert is cut as an MLP is, and has another size
+        return dim, self._experts.shared_size if is_shared else self._experts.size, parts, part
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of this rank's slice, or the whole shape of a tensor that cannot be cut."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -31,7 +32,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(scope="session")
 def llm(engine: Engine) -> Iterator[NaiveLLM]:
-    with engine.made() as llm:
+    with closing(engine.make()) as llm:  # its ranks are started as a program's are
         yield llm
 
 

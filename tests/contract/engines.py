@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from stand_ins import EagerRecorder
+from stand_ins import EagerRecorder, forked_ranks
 
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import GenerationOutput, SamplingParams
@@ -31,6 +31,7 @@ PROMPTS = [[(i * 37 + n) % 4000 + 1 for i in range(n)] for n in (3, 33, 16, 9, 4
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 QUESTIONS = ["What is a KV cache?", "用要点概述：如何从零实现一个迷你版 vLLM 推理循环？"]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
+SHORT_CHAT = [{"role": "user", "content": "Name a fruit."}]  # the answer has six tokens
 NOTHING = (0, 0)  # requests and blocks held
 SEEDED = [SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=10, ignore_eos=True) for i in range(5)]
 
@@ -68,8 +69,9 @@ class Engine:
 
     @contextmanager
     def made(self, model: str = MODEL, **options: object) -> Iterator[NaiveLLM]:
-        """Make a separate `LLM` for one test."""
-        llm = self.make(model, **options)
+        """Make a separate `LLM` for one test; its other ranks are forks, which start at once."""
+        with forked_ranks():
+            llm = self.make(model, **options)
         try:
             yield llm
         finally:

@@ -13,8 +13,8 @@ CLOSED = "^this engine is closed; make a new LLM$"
 
 
 def test_a_closed_engine_refuses_in_the_same_words_and_closes_twice(engine) -> None:
-    llm = engine.make()
-    llm.close()
+    with engine.made() as llm:
+        llm.close()
     llm.close()
     others = [getattr(llm, name) for name in ("stream", "add_request") if hasattr(llm, name)]
     for call in (llm.generate, llm.chat, lambda text: llm.chat([{"content": text}]), *others):

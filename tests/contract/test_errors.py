@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from contract.engines import GREEDY, NOTHING, PROMPTS, ask, finish, forward_calls, held, ids, sampler, waiting_call
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import GenerationOutput, SamplingParams
+from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 READ_AS_IT_COMES = replace(GREEDY, stop="zzz")
 BAD = 1  # the prompt of PROMPTS that fails
@@ -235,16 +237,10 @@ WAYS = [
     {"temperature": 0.9, "seed": 2},
     {"top_p": 0.9, "seed": 3},
 ]
-
-
-@pytest.fixture
-def overflowing(tutor_copy: Path) -> Path:
-    """A checkpoint of finite weights whose logits are infinite or NaN where one channel of its last norm is above 1."""
-    [path] = tutor_copy.glob("*.safetensors")
-    weights = load_file(path)
-    weights["model.norm.weight"][20] = 3e38
-    save_file(weights, path, metadata={"format": "pt"})
-    return tutor_copy
+ASKED = (
+    OVERFLOWING * len(WAYS),
+    [SamplingParams(max_tokens=12, ignore_eos=True, **way) for way in WAYS for _ in OVERFLOWING],
+)
 
 
 def ends(llm: NaiveLLM, prompts: list[str], params: list[SamplingParams]) -> list[tuple[list[int], str]]:
@@ -253,15 +249,26 @@ def ends(llm: NaiveLLM, prompts: list[str], params: list[SamplingParams]) -> lis
     return [(output["token_ids"], output["finish_reason"]) for output in caught.value.outputs]
 
 
+@pytest.fixture(scope="session")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[list[int], str]]]:
+    """A model, and where stage A's answers end.
+
+    Its weights are finite, and its logits infinite or NaN where one channel of its last norm is above 1.
+    """
+    folder = Path(shutil.copytree(TUTOR_PATH, tmp_path_factory.mktemp("overflowing") / "model"))
+    [path] = folder.glob("*.safetensors")
+    weights = load_file(path)
+    weights["model.norm.weight"][20] = 3e38
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder, ends(NaiveLLM(folder, device="cpu"), *ASKED)
+
+
 @pytest.mark.needs("exact")
-def test_scores_without_a_finite_maximum_end_their_request_at_the_first_such_step(engine, overflowing: Path) -> None:
-    asked = [(prompt, way) for way in WAYS for prompt in OVERFLOWING]
-    params = [SamplingParams(max_tokens=12, ignore_eos=True, **way) for _, way in asked]
-    prompts = [prompt for prompt, _ in asked]
-    expected = ends(NaiveLLM(overflowing, device="cpu"), prompts, params)
+def test_scores_without_a_finite_maximum_end_their_request_at_the_first_such_step(engine, overflowing: tuple) -> None:
+    folder, expected = overflowing
     assert {len(token_ids) for token_ids, reason in expected if reason == "error"} >= {1, 5, 8}
     assert "length" in [reason for _, reason in expected]
-    with engine.made(overflowing) as llm:
-        assert ends(llm, prompts, params) == expected
+    with engine.made(folder) as llm:
+        assert ends(llm, *ASKED) == expected
         with sampler(llm, lambda logits, params: logits.nan_to_num(0, 0).argmax(-1)):
-            assert "error" in [reason for _, reason in ends(llm, OVERFLOWING, params[:5])]
+            assert "error" in [reason for _, reason in ends(llm, OVERFLOWING, ASKED[1][:5])]

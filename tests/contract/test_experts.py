@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from ranks import forked_ranks
 
-from contract.engines import GREEDY, NOTHING, PROMPTS, ask, held, one_by_one
+from contract.engines import BATCHING, GREEDY, NOTHING, PROMPTS, ask, held, one_by_one, row
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
 from stage_a_naive.contract.errors import ModelError
@@ -12,12 +13,6 @@ from stage_a_naive.contract.errors import ModelError
 MODEL = "random:qwen3-moe-tiny"  # 4 of 16 experts per token
 LONGER = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 OTHERS = ("random:qwen2-moe-tiny", "random:mixtral-tiny")
-VARIANTS = {
-    "small blocks": {"kvcache_block_size": 4},
-    "prompts in pieces": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "a pool for two": {"num_kvcache_blocks": 20, "kvcache_block_size": 4},
-    "eager": {"enforce_eager": True},
-}
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +38,21 @@ def test_the_other_families_give_stage_as_tokens_too(engine, model: str) -> None
         assert ask(llm, PROMPTS) == one_by_one(NaiveLLM(model, device="cpu", seed=3))
 
 
-@pytest.mark.needs("experts", "pool", "one process", "exact")
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_no_option_of_memory_or_of_steps_changes_a_token(engine, right, options: dict) -> None:
-    with engine.made(MODEL, **options) as llm:
+IN_PIECES = {"max_num_batched_tokens": 7, "max_num_seqs": 5, "num_kvcache_blocks": 20}
+DIVIDED = [
+    row(way, "beyond.experts", BATCHING, "exact", tensor_parallel_size=2, expert_parallel=way)
+    for way in ("sum", "all_to_all")
+]
+
+
+@pytest.mark.parametrize("engine", DIVIDED, indirect=True, ids=lambda engine: engine.name)
+@pytest.mark.parametrize("options", [{}, IN_PIECES], ids=["", "in pieces"])
+@pytest.mark.parametrize("model", [MODEL, *OTHERS])
+def test_two_ranks_with_whole_experts_give_stage_as_tokens(engine, model: str, options: dict) -> None:
+    with forked_ranks(), engine.made(model, **options) as llm:
+        expected = one_by_one(NaiveLLM(model, device="cpu"))
         for _ in range(2):
-            assert ask(llm, PROMPTS, LONGER) == right
-        if options is VARIANTS["a pool for two"] and "side by side" in engine.has:
-            assert llm.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
+            assert ask(llm, PROMPTS) == expected
         assert held(llm) == NOTHING
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 from interrupts import interrupt_after
+from stand_ins import forked_ranks
 
 from contract.engines import NOTHING, PROMPTS, held
 from stage_a_naive import SamplingParams
@@ -53,7 +54,8 @@ def some_of(num_lines: int, sample: int) -> range:
 
 
 def test_an_interrupt_at_any_line_of_a_call_costs_the_next_one_nothing(engine) -> None:
-    llm = engine.make()
+    with forked_ranks():
+        llm = engine.make()
     answers(llm)  # warm-up, and the prefix cache
     expected, num_lines = answers(llm)
     precision = torch.get_float32_matmul_precision()
@@ -65,7 +67,8 @@ def test_an_interrupt_at_any_line_of_a_call_costs_the_next_one_nothing(engine) -
         except EngineBroken:
             assert "one process" not in engine.has, "only ranks that lost one another need a new engine"
             llm.close()
-            llm = engine.make()
+            with forked_ranks():
+                llm = engine.make()
             found, _ = answers(llm)
         assert found == expected, f"after an interrupt at line {lines} of {num_lines}"
         assert torch.is_grad_enabled() and torch.get_float32_matmul_precision() == precision

@@ -10,7 +10,7 @@ import pytest
 from contract.engines import GREEDY, PROMPTS, SEEDED, ask, mixture, one_by_one
 from stage_a_naive import SamplingParams
 
-MIXTURES = [mixture(seed) for seed in range(4)]
+MIXTURES = [mixture(seed) for seed in range(2)]
 
 
 def test_a_seeded_request_is_the_same_alone_and_in_company(engine, llm, naive) -> None:
@@ -52,7 +52,7 @@ def test_requests_of_any_mixture_get_stage_as_tokens(llm, right_mixtures) -> Non
 
 
 @pytest.mark.needs("exact", "penalty rows")
-@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("most", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_requests_that_wait_for_a_row_of_counts_get_the_same_tokens(
     engine, right_mixtures, most: int, tmp_path
 ) -> None:

@@ -13,13 +13,13 @@ def test_pieces_told_to_a_callback_join_to_the_text(llm, tutor) -> None:
     outputs = llm.generate(PROMPTS, SEEDED, False, listen)
     assert heard == [output["text"] for output in outputs]
     pieces = []
-    [output] = tutor.chat(CHATS[0], SamplingParams(temperature=0, max_tokens=40), False, lambda _, p: pieces.append(p))
+    [output] = tutor.chat(CHATS[0], SamplingParams(temperature=0, max_tokens=16), False, lambda _, p: pieces.append(p))
     assert "".join(pieces) == output["text"] and len(pieces) > 5, "as it becomes known, not at the end"
 
 
 @pytest.mark.needs("side by side")
 def test_a_streams_pieces_join_to_the_text(tutor) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30)
+    params = SamplingParams(temperature=0, max_tokens=16)
     expected = [output["text"] for output in tutor.generate(QUESTIONS, params, False)]
     pieces = list(tutor.stream(QUESTIONS[0], params))
     assert "".join(pieces) == expected[0] and len(pieces) > 3

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from contract.engines import CHATS, GREEDY, PROMPTS, SEEDED, ask
+from contract.engines import CHATS, GREEDY, PROMPTS, SEEDED, SHORT_CHAT, ask
 from stage_a_naive import SamplingParams
 
-CHAT = SamplingParams(temperature=0, max_tokens=128)
+CHAT = SamplingParams(temperature=0, max_tokens=36)
 
 
 def first_words(llm) -> tuple[list[int], list[str]]:
@@ -61,17 +61,20 @@ def test_only_allowed_tokens_are_chosen(llm, expected) -> None:
     assert set(fewer) <= set(allowed[1:]) and set(one) == {9}
 
 
-@pytest.mark.parametrize("extra", [0, 1, 9])
-def test_nothing_ends_an_answer_before_min_tokens(tutor, extra: int) -> None:
-    [free] = tutor.chat(CHATS[0], CHAT, False)
-    ids, least = free["token_ids"], len(free["token_ids"]) - 1 + extra
-    longer = replace(CHAT, min_tokens=least, max_tokens=least + 4)
+def test_nothing_ends_an_answer_before_min_tokens(tutor) -> None:
+    [free] = tutor.chat(SHORT_CHAT, CHAT, False)
+    ids = free["token_ids"]
+    assert free["finish_reason"] == "stop" and len(ids) > 4
+    leasts = [len(ids) - 1 + extra for extra in (0, 1, 9)]
+    longer = [replace(CHAT, min_tokens=least, max_tokens=least + 4) for least in leasts]
     sooner = replace(CHAT, min_tokens=6, stop_token_ids=ids[:4])
-    found, again, stopped = tutor.chat([CHATS[0]] * 3, [longer, CHAT, sooner], False)
-    assert len(found["token_ids"]) > least and found["token_ids"][: len(ids) - 1] == ids[:-1]
-    assert not tutor.eos_token_ids.intersection(found["token_ids"][:least])
-    assert again["token_ids"] == ids and (extra or found["token_ids"] == ids)
-    assert not set(ids[:4]).intersection(stopped["token_ids"][:6]) and len(stopped["token_ids"]) > 6
+    outputs = tutor.chat([SHORT_CHAT] * 5, [*longer, CHAT, sooner], False)
+    *found, again, stopped = (output["token_ids"] for output in outputs)
+    for least, tokens in zip(leasts, found, strict=True):
+        assert len(tokens) > least and tokens[: len(ids) - 1] == ids[:-1]
+        assert not tutor.eos_token_ids.intersection(tokens[:least])
+    assert again == found[0] == ids
+    assert not set(ids[:4]).intersection(stopped[:6]) and len(stopped) > 6
 
 
 def test_a_stop_string_is_looked_for_behind_min_tokens(tutor) -> None:

@@ -10,12 +10,6 @@ from stage_a_naive import SamplingParams
 
 MODEL = "random:gemma3-tiny"  # windows of 8 in two layers of three
 LONGER = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)  # three windows more
-VARIANTS = {
-    "small blocks": {"kvcache_block_size": 2},
-    "prompts in pieces": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "a pool for two": {"num_kvcache_blocks": 20, "kvcache_block_size": 4},
-}
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +27,6 @@ def test_every_engine_gives_stage_as_tokens_with_and_without_a_cached_prefix(eng
         if "pool" in engine.has:
             assert [output["metrics"]["num_cached_tokens"] for output in outputs] == [40] * 3
             assert held(llm) == NOTHING
-
-
-@pytest.mark.needs("pool", "one process", "exact")
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_no_option_of_memory_or_of_steps_changes_a_token(engine, right, options: dict) -> None:
-    with engine.made(MODEL, **options) as llm:
-        for _ in range(2):
-            assert ask(llm, PROMPTS, LONGER) == right
-        if options is VARIANTS["a pool for two"] and "side by side" in engine.has:
-            assert llm.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
-        assert held(llm) == NOTHING
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ so a tile of 64 keys of 128 numbers takes 64 multiplications, not 8192. The 8-bi
 float16), so the tensor cores multiply the stored values; the sums are float32.
 
 Keys and values are the left operands, queries the right ones: the tensor cores' tiles are at least 16 high but only 8
-    wide, and a group has a few heads. Stage D's order pads a group of 7 heads to 16, this order to 8.
+wide, and a group has a few heads. Stage D's order pads a group of 7 heads to 16, this order to 8.
 
 Block table, splits and combine are stage D's functions.
 """

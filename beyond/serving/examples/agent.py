@@ -24,7 +24,7 @@ MOST_CALLS = 5  # a model may call the same tool forever
 
 
 def calculator(expression: str) -> str:
-    def value(node: ast.expr) -> float:  # with `eval`, whoever asks the model could run anything here
+    def value(node: ast.expr) -> float:  # `eval` would let any user of the model run any code here
         if isinstance(node, ast.BinOp):
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
         return ast.literal_eval(node)

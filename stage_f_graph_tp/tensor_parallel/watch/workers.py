@@ -11,11 +11,10 @@ an exception in the middle the other ranks would wait for ever.
 Each worker that rank 0 starts inherits one end of a socket pair. Nothing that is received is ever unpickled.
 
 When a rank dies or is stopped, the others wait for it: in a collective, in a launch queued after a waiting kernel, or
-    in the store. Rank 0's main thread may be blocked in any of these, so a second thread watches the workers from their
-    start. When one dies, or rank 0 waits for too long (`awaited`), this thread ends the waits on the GPU
-    (`end_waits_of`), finds out which rank failed first, and ends all workers. The results of collectives are invalid
-    from then on: `check` raises, and
-every result is checked before it is returned.
+in the store. Rank 0's main thread may be blocked in any of these, so a second thread watches the workers from their
+start. When one dies, or rank 0 waits for too long (`awaited`), this thread ends the waits on the GPU
+(`end_waits_of`), finds out which rank failed first, and ends all workers. The results of collectives are invalid
+from then on: `check` raises, and every result is checked before it is returned.
 """
 
 from __future__ import annotations
