@@ -74,6 +74,17 @@ def running(
         assert not told.thread.is_alive()
 
 
+def served(**options: object):
+    """A module's fixture: a server of the module's engine, `llm`; the options are `running`'s."""
+
+    @pytest.fixture(scope="module")
+    def server(llm: LLM) -> Iterator[SimpleNamespace]:
+        with running(llm, **options) as server:
+            yield server
+
+    return server
+
+
 def ask(server: SimpleNamespace, **body: object) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json={"prompt": QUESTION} | body, timeout=60)
 

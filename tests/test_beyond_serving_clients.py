@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import CHAT, QUESTION, engine, httpx, running
+from serving import CHAT, QUESTION, engine, httpx, served
 
 from beyond.serving.__main__ import main, parse
 from stage_a_naive.sampling import SamplingParams
@@ -29,10 +29,7 @@ def answer(llm) -> str:
     return llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24), False)[0]["text"]
 
 
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm, api_key=KEY, max_queue=0) as server:
-        yield server
+server = served(api_key=KEY, max_queue=0)
 
 
 @pytest.fixture(scope="module")

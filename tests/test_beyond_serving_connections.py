@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from serving import QUESTION, ask, engine, get, running, wait_until
+from serving import QUESTION, ask, engine, get, served, wait_until
 from uvicorn.loops.auto import auto_loop_factory
 
 from beyond.serving import connection as connections
@@ -28,18 +28,10 @@ TOKENS = HEAD.replace(b"/v1/completions", b"/detokenize")
 CLOSE = b"Connection: close\r\n"
 
 llm = engine(max_num_seqs=8, num_kvcache_blocks=64)
+server = served(loop_factory=LOOP, limits=Limits(read_seconds=1))
 
 
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm, LOOP, limits=Limits(read_seconds=1)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def patient(llm):
-    with running(llm, LOOP) as server:
-        yield server
+patient = served(loop_factory=LOOP)
 
 
 def with_body(head: bytes, body: bytes = BODY) -> bytes:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from serving import ask, engine, get, httpx, running, wait_until
+from serving import ask, engine, get, httpx, served, wait_until
 
 if not (shutil.which("prometheus") and shutil.which("promtool")):
     pytest.skip("Prometheus is not installed: apt-get install prometheus", allow_module_level=True)
@@ -26,12 +26,7 @@ scrape_configs: [{{job_name: engine, static_configs: [{{targets: ["127.0.0.1:{po
 
 
 llm = engine(max_num_seqs=2, num_kvcache_blocks=24, kvcache_block_size=8)
-
-
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm) as server:
-        yield server
+server = served()
 
 
 @pytest.fixture(scope="module")

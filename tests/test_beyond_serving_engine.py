@@ -19,7 +19,20 @@ from typing import TextIO
 
 import pytest
 from interrupts import fail_at_token
-from serving import LONG, QUESTION, ask, assert_idle, get, messages, num_ended, running, streamed, until, wait_until
+from serving import (
+    LONG,
+    QUESTION,
+    ask,
+    assert_idle,
+    get,
+    messages,
+    num_ended,
+    running,
+    served,
+    streamed,
+    until,
+    wait_until,
+)
 
 from beyond.serving import AsyncLLM, event_stream
 from beyond.serving.async_llm import QueueFull, Stream
@@ -38,10 +51,7 @@ def llm(request):
         yield llm
 
 
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm, max_queue=4) as server:
-        yield server
+server = served(max_queue=4)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from serving import CHAT, QUESTION, engine, httpx, running
+from serving import CHAT, QUESTION, engine, httpx, served
 
 from beyond import LLM
 from beyond.serving.messages import STOP_REASONS, MessageEvents, as_chat, as_message
@@ -26,12 +26,7 @@ TIMES = [{"role": "user", "content": "What is 12 times 7?"}]
 TOLD = "The calculator says 84."
 
 llm = engine(LLM, max_num_seqs=8, num_kvcache_blocks=256)
-
-
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm, api_key=KEY) as server:
-        yield server
+server = served(api_key=KEY)
 
 
 @pytest.fixture(scope="module")

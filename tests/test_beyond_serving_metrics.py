@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from serving import ask, engine, get, running, streamed, wait_until
+from serving import ask, engine, get, served, streamed, wait_until
 
 import stage_e_batching
 from beyond.serving.engine_loop import Call
@@ -24,12 +24,7 @@ DASHBOARD = Path(__file__).resolve().parent.parent / "beyond" / "serving" / "gra
 
 
 llm = engine(max_num_seqs=2, num_kvcache_blocks=8, kvcache_block_size=16)
-
-
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm, model='a "quoted" name') as server:
-        yield server
+server = served(model='a "quoted" name')
 
 
 def samples(text: str) -> dict[str, float]:

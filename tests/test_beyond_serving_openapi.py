@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from serving import CHAT, QUESTION, engine, get, httpx, running
+from serving import CHAT, QUESTION, engine, get, httpx, served
 
 from beyond.serving.openapi import ENDPOINTS, ChatRequest, CompletionRequest, TokenizeRequest, describe_api
 from beyond.serving.protocol import CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, WHO_ASKS
@@ -37,12 +37,7 @@ EVERYTHING = {
 }
 
 llm = engine(max_num_seqs=8, num_kvcache_blocks=256)
-
-
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm, page=False) as server:
-        yield server
+server = served(page=False)
 
 
 def test_the_models_have_the_fields_that_are_supported() -> None:

@@ -8,7 +8,7 @@ import socket
 import threading
 
 import pytest
-from serving import CHAT, QUESTION, ask, engine, get, httpx, running, streamed, wait_until
+from serving import CHAT, QUESTION, ask, engine, get, httpx, served, streamed, wait_until
 
 from beyond.serving import async_llm
 from beyond.serving.__main__ import parse
@@ -19,11 +19,7 @@ llm = engine(max_num_seqs=4, num_kvcache_blocks=64)
 LINES: list[str] = []
 
 
-@pytest.fixture(scope="module")
-def server(llm):
-    limits = Limits(read_seconds=1)
-    with running(llm, limits=limits, write_log=LINES.append, max_connections=8, hosts=["my-server"]) as server:
-        yield server
+server = served(limits=Limits(read_seconds=1), write_log=LINES.append, max_connections=8, hosts=["my-server"])
 
 
 @pytest.fixture(autouse=True)

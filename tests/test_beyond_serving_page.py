@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_model import completion_of, make_calls
-from serving import CHAT, QUESTION, assert_idle, engine, get, httpx, running, streamed, until
+from serving import CHAT, QUESTION, assert_idle, engine, get, httpx, running, served, streamed, until
 
 import stage_e_batching
 from benchmarks.pictures.served import CHROMIUM
@@ -29,12 +29,7 @@ PROMPT = list(range(20, 60))  # two full blocks of 16 tokens, and a half
 
 
 llm = engine(max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=96)
-
-
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm) as server:
-        yield server
+server = served()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Literal
 
 import pytest
-from serving import running
+from serving import engine, served
 
 from beyond import LLM
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH
@@ -43,10 +43,8 @@ def calculator(expression: str) -> str:
     return {"12*7": "84"}[expression]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running(LLM("tutor", device="cpu")) as server:
-        yield server
+llm = engine(LLM)
+server = served()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 from typing import Literal
 
 import pytest
-from serving import CHAT, QUESTION, engine, running
+from serving import CHAT, QUESTION, engine, served
 
 from beyond import LLM
 from beyond.serving.protocol import RequestError
@@ -23,12 +23,7 @@ TIMES = [{"role": "user", "content": "What is 12 times 7?"}]
 TOLD = "The calculator says 84."
 
 llm = engine(LLM, max_num_seqs=8, num_kvcache_blocks=256)
-
-
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm) as server:
-        yield server
+server = served()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from serving import CHAT, QUESTION, ask, assert_idle, engine, get, running, streamed, wait_until
+from serving import CHAT, QUESTION, ask, assert_idle, engine, get, served, streamed, wait_until
 from transformers import AutoModelForCausalLM
 
 from beyond.serving.async_llm import groups
@@ -30,12 +30,7 @@ def scored(prompts: list[list[int]], count: int, calls: Calls) -> list:
 ANSWER = QUESTION + " It stores the keys and values of earlier tokens, so that no step computes them again."
 
 llm = engine(max_num_seqs=4, num_kvcache_blocks=24, kvcache_block_size=16)
-
-
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm) as server:
-        yield server
+server = served()
 
 
 @pytest.fixture(scope="module")

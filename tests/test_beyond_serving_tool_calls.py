@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import httpx, messages, running
+from serving import engine, httpx, messages, running, served
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -207,10 +207,8 @@ WRONG_CALLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running(LLM("tutor", device="cpu")) as server:
-        yield server
+llm = engine(LLM)
+server = served()
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from serving import QUESTION, engine, httpx, messages, running
+from serving import QUESTION, engine, httpx, messages, served
 
 llm = engine(max_num_seqs=8, num_kvcache_blocks=256)
-
-
-@pytest.fixture(scope="module")
-def server(llm):
-    with running(llm) as server:
-        yield server
+server = served()
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]

@@ -168,9 +168,10 @@ def test_an_error_in_one_streams_text_ends_that_stream_alone(llm, expected, monk
 
 
 @pytest.mark.needs("pool", "one process")
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("num_prompts", [1, 2])
-@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize(
+    ("error", "num_prompts", "fails_at"),
+    [(RuntimeError, 1, 1), (RuntimeError, 2, 2), (KeyboardInterrupt, 1, 2), (KeyboardInterrupt, 2, 1)],
+)
 def test_blocks_of_a_run_that_wrote_nothing_are_not_served_later(engine, error, num_prompts, fails_at) -> None:
     prompts = [[*range(10, 27), 100 + i] for i in range(num_prompts)]
 
