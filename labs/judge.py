@@ -110,8 +110,9 @@ def supervise(job: Job, user: int) -> Iterator[dict[str, object]]:
     begin = last = time.monotonic()
     ended, rest, size = f"{HUNG} {job.seconds:.0f} s: an endless loop?", b"", 0
     while time.monotonic() < min(last + job.seconds, begin + MOST_SILENCES * job.seconds):
-        ready, _, _ = select.select([receiver], [], [], 0.5)
-        data = os.read(receiver, 1 << 16) if ready else b""
+        has_left = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        ready, _, _ = select.select([receiver], [], [], 0 if has_left else 0.5)
+        data = os.read(receiver, 1 << 16) if ready else b""  # as much as a pipe holds
         size += len(data)
         *lines, rest = (rest + data).split(b"\n")
         if size > REPORT_BYTES:
@@ -120,7 +121,7 @@ def supervise(job: Job, user: int) -> Iterator[dict[str, object]]:
         for line in lines:
             last = time.monotonic()
             yield {"line": line.decode(errors="replace")}
-        if ready and not data:
+        if has_left or (ready and not data):  # a process that it has left behind may keep the pipe open
             ended = ""
             break
     status = _end(child, patience=0.5)
