@@ -81,15 +81,17 @@ def test_no_page_and_no_notebook_names_a_target_that_is_not_there(letter, editio
     assert "loops" in there and "test" not in there and "serve" not in there
 
 
-def test_every_lab_of_an_edition_has_its_tests(editions):
+def test_every_lab_of_an_edition_has_its_tests_and_the_grader(editions):
     for letter, folder in editions.items():
         there = {file.name for file in (folder / "labs" / "tests").glob("test_lab_*.py")}
         assert there == {f"test_lab_{name}.py" for name in "abcd"[: "abcd".index(letter) + 1]}
+        assert all((folder / "labs" / f"{name}.py").exists() for name in ("grade", "judge", "starter", "submit"))
 
 
 @pytest.mark.slow
 def test_the_learners_copies_come_first_and_the_grader_takes_their_functions_alone(editions, tmp_path):
     edition = Path(shutil.copytree(editions["b"], tmp_path / "course"))
+    student_repo.write_values(["a"], edition)
     first = run(edition, "make stage-a")
     assert "error: Lab A.7: the loop behind the contract" in first.stderr and "Traceback" not in first.stderr
     assert run(edition, "make lab-a").returncode == 0
