@@ -75,6 +75,7 @@ STUDY_MARKERS = {
     "stage-b": "ablation",
     "stage-d": "sharing",
     "load": "under-load",
+    "whole": "whole-load",
     "ranks": "tp",
     "quantization": "quantized-engine",
     "experts": "experts-engine",
