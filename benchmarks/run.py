@@ -136,7 +136,8 @@ class Measurement:
         if args.publish and (commit is None or dirty or few or args.size == "tiny"):
             raise ValueError(
                 f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats "
-                f"(or a name that ends in -1, -2, … for each part), and size cpu or gpu; without it results go to {LOCAL}"
+                "(or a name that ends in -1, -2, … for each part), and size cpu or gpu; without it results go to "
+                f"{LOCAL}"
             )
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", self.model.removeprefix("random:")).strip("-")
         self.path = args.output or LOCAL / f"{'-'.join(filter(None, [args.size, slug, args.study]))}.json"
