@@ -12,7 +12,7 @@ from typing import Any
 
 from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
-from stage_e_batching.queues import LOOKAHEAD
+from stage_e_batching.waiting_order import LOOKAHEAD
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
 
