@@ -38,9 +38,8 @@ from bisect import bisect_left, insort
 
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
-from stage_e_batching.queues import Queues, by_arrival
+from stage_e_batching.queues import LOOKAHEAD, MAX_OVERTAKES, FirstCome, Order, Queues, by_arrival
 from stage_e_batching.step import BatchSequence, Preemption, ScheduledStep, State
-from stage_e_batching.waiting_order import LOOKAHEAD, MAX_OVERTAKES, FirstCome, Order
 
 WATERMARK = 16  # tokens that each running sequence can grow by after an admission
 MAX_PROMPT_STEPS = 4
@@ -91,7 +90,7 @@ class Scheduler(Queues):
         self.sequence_class = sequence_class
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.order: Order = FirstCome()  # which waiting sequence is tried first; see waiting_order.py
+        self.order: Order = FirstCome()  # which waiting sequence is tried first; see queues.py and waiting_order.py
         self._steps = 0
         self._prompt_steps = 0  # steps with only prompts since the last step of decodes
 
