@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
 CHAINS = ("Options", "Error", "::LLM")  # of options, errors and what users call, one chain is allowed
-# The remaining exceptions. The list may only become shorter.
+# What is left. The list only becomes shorter.
 LEFT = {
     "beyond/scale_out/pipeline_scheduler.py::PipelineScheduler",  # its base is made of the queues
     "beyond/speculation/sequence.py::SpeculativeSequence",  # its base is stage D's sequence, in a batch

@@ -1,6 +1,6 @@
 """Steps with prompt tokens run in graphs padded to a number of tokens, whatever their mixture, and change no token.
 
-`EagerRecorder` stands in for CUDA graphs, which a CPU does not have; the code around them is the same.
+`EagerRecorder` stands in for CUDA graphs, which a CPU does not have; all that surrounds them is the same there.
 """
 
 from __future__ import annotations
