@@ -1,4 +1,4 @@
-"""What the scheduler decides: one step, as a value; and what is counted of all steps.
+"""The scheduler's decisions for one step, as a value, and counts over all steps.
 
 The scheduler does not run anything. It returns a `ScheduledStep` that says which sequences run, from which position,
 and how many tokens of each. Such a value can be printed, compared in a test, written to a trace and drawn as a

@@ -64,7 +64,7 @@ def choose_megakernel(
     runtime: Runtime, kv_cache: KVCache, tokens: Tokens, batch: InputBatch, options: GraphOptions
 ) -> list[MegakernelSteps]:
     """Return the megakernel as a forward, if it is switched on and can run."""
-    # Who asks for the reference attention wants it to run.
+    # A user who selects the reference attention wants it to run.
     if runtime.device.type != "cuda" or runtime.backend.name == "reference" or not options.uses("megakernel"):
         return []
     kernel = choose_decode_step(runtime)

@@ -140,7 +140,7 @@ class Head:
                 sampled = self.complete(output, inputs.sampling.first(count), sample_slots)
             except Exception:
                 if output.check is not None:
-                    output.check()  # a step that gave up may have left invalid input for the sampler
+                    output.check()  # a step that timed out may have left invalid input for the sampler
                 raise
             sampled = replace(sampled, told=self._keep(sampled.ids, sampled.told, inputs, shape))
         if self.device.type != "cuda":

@@ -35,7 +35,7 @@ def test_mixed_is_the_published_workload():
 
 
 def test_hashes_are_those_of_the_published_results():
-    """A hash that changes makes every committed results file worthless, so it must be meant to."""
+    """A changed hash makes every committed results file worthless, so it must change only on purpose."""
     assert {name: make_workload(name, "gpu").hash[:12] for name in workload_names()} == {
         "single": "3453730732d4",
         "decode32": "f13c9567b917",

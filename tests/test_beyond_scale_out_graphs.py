@@ -1,6 +1,6 @@
 """Recorded steps of pipeline stages: the tokens of one rank, with as many replays on every stage as there are steps.
 
-A CPU has no CUDA graphs, but all that surrounds them is the same there: `EagerRecorder` stands in for them.
+A CPU has no CUDA graphs, but the code around them is the same: `EagerRecorder` stands in for them.
 """
 
 from __future__ import annotations

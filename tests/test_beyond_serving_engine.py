@@ -1,4 +1,4 @@
-"""One engine behind many clients: those who leave, those who read slowly, those who are too many, and its own end."""
+"""One engine behind many clients: clients that leave, that read slowly, that are too many; and the engine's end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def post_bytes(body: dict) -> bytes:
 
 @contextmanager
 def asked_without_reading(server, **body: object) -> Iterator[socket.socket]:
-    """A client that takes nothing in of an answer with more bytes than the buffers on the way hold."""
+    """A client that reads nothing of an answer with more bytes than all buffers hold."""
     [listening] = server.server.servers[0].sockets
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
     with socket.socket() as connection:

@@ -1,4 +1,4 @@
-"""What `/metrics` says is what happened, in a format that Prometheus reads; the dashboard asks for what there is."""
+"""`/metrics` reports what happened, in a format that Prometheus reads; the dashboard asks only for existing metrics."""
 
 from __future__ import annotations
 

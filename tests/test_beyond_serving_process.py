@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what crosses between the two, and what becomes of either when the other ends."""
+"""The engine in a separate process: messages between the two processes, and what happens to one when the other ends."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def served(process):
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process; one that has ended and waits to be asked how does not count."""
+    """Whether there is such a process; a zombie does not count."""
     with suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

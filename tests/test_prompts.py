@@ -167,7 +167,7 @@ CALLS = [{"id": "1", "type": "function", "function": {"name": "clock", "argument
 
 
 def test_a_call_of_a_tool_is_written_as_the_model_made_it(tiny: LLM) -> None:
-    """OpenAI's clients send back its arguments as JSON text, and no text beside it."""
+    """OpenAI's clients send back its arguments as JSON text, and no other text."""
     read = [{"function": {"name": "clock", "arguments": {"city": "Paris"}}}]
     asked, told = {"role": "user", "content": "What time is it?"}, {"role": "tool", "content": "noon"}
     texts = {

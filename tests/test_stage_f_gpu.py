@@ -23,7 +23,7 @@ SMALL = {"device": "cuda", "gpu_memory_utilization": 0.1, "max_num_seqs": 16}  #
 
 
 def answers(prompts, params, **options) -> list[dict]:
-    """Of an engine that is gone afterwards: it would hold all the memory that the next one may use."""
+    """Answers of an engine that is deleted afterwards, because it would hold all memory that the next one needs."""
     return stage_f_graph_tp.LLM("tutor", dtype="float32", **SMALL, **options).generate(prompts, params, False)
 
 
@@ -117,7 +117,7 @@ def test_recording_writes_no_kv_and_its_memory_is_reported(capfd):
 
 @pytest.mark.gpu
 def test_a_long_prompt_in_small_chunks_is_read_right():
-    """Chunks that sample nothing are ordered one after another: the input of one may not be overwritten too early."""
+    """Chunks that sample nothing are launched one after another: the input of one must not be overwritten too early."""
     prompt = [(i * 7919) % 4000 + 5 for i in range(3000)]
     found = [ids(answers([prompt], GREEDY, max_num_batched_tokens=tokens)) for tokens in (16, 4096)]
     assert found[0] == found[1]

@@ -39,7 +39,7 @@ def test_each_shape_dtype_and_gpu_has_a_library_of_its_own_and_the_same_has_the_
     libraries |= {library_of(SHAPE), library_of(SHAPE, torch.float16)}
     libraries |= {library_of(SHAPE, torch.bfloat16, 114), library_of(SHAPE, torch.bfloat16, 132, True)}
     assert len(libraries) == 11
-    # What the kernel is not compiled for is not in the key: the two can share a library.
+    # The key has only what the kernel is compiled for, so the two can share a library.
     assert library_of(replace(SHAPE, layers=(LayerKind(0, Rope(5e5)),) * 2, rms_norm_eps=1e-5)) == library_of(SHAPE)
 
 

@@ -1,4 +1,4 @@
-"""Experts: what a decode step reads and takes by the number of requests, and the experts that it touches.
+"""Mixture of experts: bytes and time of a decode step by the number of requests, and the experts that it touches.
 
     python -m benchmarks.micro experts                     # counted; `part=floor`
     python -m benchmarks.micro experts part=step           # timed on a GPU, as the others are

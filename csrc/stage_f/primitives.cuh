@@ -85,7 +85,7 @@ __device__ __forceinline__ uint2 load_shared2(uint32_t address) {
   return v;
 }
 
-// Some of the block's threads wait for each other: this many of them, while the others go on.
+// This many of the block's threads wait for each other, while the others continue.
 template <int kThreads>
 __device__ __forceinline__ void sync_some_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 

@@ -168,7 +168,7 @@ def digit_kernel(
         tl.store(winner_ids + at, best.to(tl.int64))
 
     met += 1
-    meet(arrived, met, parts)  # nobody reads the sums any more
+    meet(arrived, met, parts)  # no program reads the sums any more
     if part == 0:
         for again in tl.static_range(_DIGITS):
             tl.store(tokens_by_digit + again * _BINS + bins, tl.zeros([_BINS], tl.int32))
