@@ -191,7 +191,10 @@ def test_a_prefill_is_timed_with_the_copy_engine_and_without(monkeypatch):
     result = {"kind": "attention", "environment": ENVIRONMENT, "ceilings": CEILINGS} | attention.measure("prefill")
     engine, loads = result["rows"]
     assert engine["bulk_copies"] > 0 == loads["bulk_copies"] and loads["small_copies"] > 0 < loads["products"]
-    assert len(tables(attention, [result])["attention-copies"]) == 6
+    assert [line.split(" | ")[0] for line in tables(attention, [result])["attention-copies"][2:4]] == [
+        "| the copy engine",
+        "| ordinary loads",
+    ]
 
 
 def test_only_operators_that_compute_and_call_no_other_are_recorded():

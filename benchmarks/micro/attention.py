@@ -123,7 +123,7 @@ def time_copies() -> list[dict]:
 
     programs = triton_prefill._prefill_kernel.device_caches[torch.cuda.current_device()][0]
     rows = []
-    for way, descriptor in {"the copy engine": triton_prefill._descriptor, "loads": lambda *_: None}.items():
+    for way, descriptor in {"the copy engine": triton_prefill._descriptor, "ordinary loads": lambda *_: None}.items():
         before = set(programs)
         with mock.patch.object(triton_prefill, "_descriptor", descriptor):
             samples = time_case(PREFILL, "triton")
