@@ -32,7 +32,7 @@ class Call:
 
     tag: str  # purpose of the call; selects how its figures are computed
     prompts: tuple[Ids, ...]
-    max_tokens: tuple[int, ...]  # one a prompt
+    max_tokens: tuple[int, ...]  # one per prompt
 
     @property
     def prompt_tokens(self) -> int:

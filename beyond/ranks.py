@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -26,7 +26,7 @@ from beyond.structured.constraints import constrained_sampler
 from beyond.windows.parts import divide_pool, hybrid_batch
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import Runtime
+from stage_d_paged.runtime import BuildModel, Plan, Runtime
 from stage_e_batching.sampler import Sampler
 from stage_f_graph_tp import ranks
 from stage_f_graph_tp.input_batch import InputBatch
@@ -73,12 +73,12 @@ class Job(ranks.Job):
         """Make the sampler, with the constraints that requests may ask for."""
         return constrained_sampler(runtime, options, resolve_quantized(self.model), draft_of)
 
-    def load(self, options: Options, device: torch.device, build: Callable[..., DecoderModel]) -> Runtime:
+    def load(self, options: Options, device: torch.device, build: BuildModel) -> Runtime:
         """Load one rank's share of the model, built by `build`."""
         source, dtype = resolve_quantized(self.model), getattr(torch, self.dtype)
 
-        def build_divided(config: ModelConfig, *others: Any) -> DecoderModel:
-            return build(divide_experts(config, options), *others)
+        def build_divided(plan: Plan) -> DecoderModel:
+            return build(plan._replace(config=divide_experts(plan.config, options)))
 
         return divide_pool(load_quantized_runtime(source, options, device, dtype, self.seed, build_divided), options)
 

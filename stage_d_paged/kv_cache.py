@@ -15,12 +15,25 @@ import gc
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from stage_a_naive.checkpoints.memory import free_memory
 
 CPU_POOL_BYTES = 512 * 2**20
+
+
+class PoolShape(NamedTuple):
+    """The sizes of a pool, the dtype of its model, and where it is."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class KVCache:
@@ -31,17 +44,9 @@ class KVCache:
         layers: each layer's (keys, values), views `[blocks, block_size, kv_heads, head_dim]` of `tensor`.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        num_bytes = num_blocks * block_size * self.bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
+    def __init__(self, shape: PoolShape) -> None:
+        num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, device = shape
+        num_bytes = num_blocks * block_size * self.bytes_per_token(shape)
         available = available_memory(device)
         if num_bytes > available:
             raise MemoryError(
@@ -58,9 +63,9 @@ class KVCache:
         self.layers = [(self.tensor[0, i], self.tensor[1, i]) for i in range(num_layers)]  # views, made once
 
     @staticmethod
-    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_token(shape: PoolShape) -> int:
         """Return the bytes of one token's K and V in all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:

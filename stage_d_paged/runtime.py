@@ -15,7 +15,7 @@ from stage_d_paged.attention import AttentionBackend, pick_backend
 from stage_d_paged.batch import largest_step
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.fused_mlp import use_fused_mlp
-from stage_d_paged.kv_cache import KVCache, cpu_num_blocks, cuda_num_blocks
+from stage_d_paged.kv_cache import KVCache, PoolShape, cpu_num_blocks, cuda_num_blocks
 from stage_d_paged.layers import Embedding, Linear
 from stage_d_paged.model import DecoderModel, MakeEmbedding, MakeLinear, MakeMLP, make_mlp
 from stage_d_paged.options import EngineOptions
@@ -56,49 +56,44 @@ class Runtime:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V on this device."""
-        config = self.model.config
-        return self.pool.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
+        return self.pool.bytes_per_token(self._pool_shape(1))
 
     def make_pool(self, num_blocks: int) -> KVCache:
-        config = self.model.config
-        return self.pool(
-            config.num_layers,
-            num_blocks,
-            self.block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            self.dtype,
-            self.device,
-        )
+        return self.pool(self._pool_shape(num_blocks))
+
+    def _pool_shape(self, num_blocks: int) -> PoolShape:
+        config, size = self.model.config, self.block_size
+        heads = config.num_kv_heads, config.head_dim
+        return PoolShape(config.num_layers, num_blocks, size, *heads, self.dtype, self.device)
 
 
-def empty_model(
-    config: ModelConfig,
-    backend: AttentionBackend,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    formats: Formats,
-) -> DecoderModel:
+class Plan(NamedTuple):
+    """What a model is built from."""
+
+    config: ModelConfig
+    backend: AttentionBackend
+    max_model_len: int
+    tensors: TensorSource  # the weights
+    dtype: torch.dtype
+    device: torch.device
+    formats: Formats = MODEL_DTYPE
+
+
+BuildModel = Callable[[Plan], DecoderModel]
+
+
+def empty_model(plan: Plan) -> DecoderModel:
     """Make a model with uninitialised weights; `MemoryError` if they do not fit on the device."""
-    parts = {"linear": formats.linear, "lm_head": formats.lm_head, "mlp": formats.mlp}
-    make = partial(DecoderModel, config, backend, max_model_len, dtype, **parts)
-    check_room(make(device=torch.device("meta")), device)
-    return make(device=device)
+    parts = {"linear": plan.formats.linear, "lm_head": plan.formats.lm_head, "mlp": plan.formats.mlp}
+    make = partial(DecoderModel, plan.config, plan.backend, plan.max_model_len, plan.dtype, **parts)
+    check_room(make(device=torch.device("meta")), plan.device)
+    return make(device=plan.device)
 
 
-def build_model(
-    config: ModelConfig,
-    backend: AttentionBackend,
-    max_model_len: int,
-    tensors: TensorSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    formats: Formats = MODEL_DTYPE,
-) -> DecoderModel:
+def build_model(plan: Plan) -> DecoderModel:
     """Make a model and fill in its weights."""
-    model = empty_model(config, backend, max_model_len, dtype, device, formats)
-    model.load(WeightLoader(tensors))
+    model = empty_model(plan)
+    model.load(WeightLoader(plan.tensors))
     return model
 
 
@@ -108,13 +103,13 @@ def load_runtime(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    build: Callable[..., DecoderModel] = build_model,
+    build: BuildModel = build_model,
     patch: Callable[[DecoderModel, Any, torch.device], str] = use_fused_mlp,
     formats: Formats = MODEL_DTYPE,
 ) -> Runtime:
     """Pick the attention backend, build the model on the device and fill in its weights.
 
-    `build` is called as `build_model`, which is the default. `patch` replaces what the options and the device allow
+    `build` makes the model, or this device's share of it. `patch` replaces what the options and the device allow
     by something faster, and returns a line that says what it did.
     """
     config = ModelConfig.from_hf(source.config)
@@ -128,7 +123,7 @@ def load_runtime(
         )
     max_model_len = min(options.max_model_len, config.max_position_embeddings)
     tensors = formats.tensors(source, seed, dtype, device)
-    model = build(config, backend, max_model_len, tensors, dtype, device, formats)
+    model = build(Plan(config, backend, max_model_len, tensors, dtype, device, formats))
     notes = [f"attention: {backend.name} ({backend.reason})", patch(model, options, device)]
     if max_model_len < options.max_model_len:
         notes.append(f"max_model_len={options.max_model_len} is lowered to {max_model_len}, the model's positions")

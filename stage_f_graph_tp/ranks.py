@@ -25,7 +25,7 @@ from torch import Tensor
 from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import Runtime, choose_num_blocks, load_runtime
+from stage_d_paged.runtime import BuildModel, Runtime, choose_num_blocks, load_runtime
 from stage_e_batching import parts
 from stage_e_batching.llm import make_sampler
 from stage_e_batching.sampler import RANDOM, SampledTokens, Sampler, SamplerInput
@@ -131,7 +131,7 @@ class Job:
         """Make the sampler; only rank 0's sampler knows the parameters of the requests."""
         return make_sampler(runtime, options)
 
-    def load(self, options: GraphOptions, device: torch.device, build: Callable[..., DecoderModel]) -> Runtime:
+    def load(self, options: GraphOptions, device: torch.device, build: BuildModel) -> Runtime:
         """Load one rank's share of the model, built by `build`: see stage D's `load_runtime`."""
         source, dtype = resolve(self.model), getattr(torch, self.dtype)
         return load_runtime(source, options, device, dtype, self.seed, build, choose_layers)

@@ -16,7 +16,8 @@ from beyond.scale_out.stages import replace_ends
 from stage_a_naive.checkpoints.loading import resolve
 from stage_d_paged.attention import AttentionMetadata, pick_backend
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.kv_cache import KVCache, PoolShape
+from stage_d_paged.runtime import Plan
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous
 
@@ -51,13 +52,13 @@ def make_stage(stage: int, draw_norm_weights, is_fused: bool) -> SimpleNamespace
     config = replace(config, layers=config.layers[:1] * NUM_LAYERS)
     backend, weights = pick_backend("reference", CPU, F32, config.head_dim), RandomWeights("random", 0, CPU, F32)
     group, position = RankGroup(Rendezvous(None, 0, 1), CPU), Position(stage, NUM_STAGES, 1)
-    model = build_stage(config, backend, 64, weights, F32, CPU, group=group, position=position)
+    model = build_stage(Plan(config, backend, 64, weights, F32, CPU), group, position)
     draw_norm_weights(model)
     if is_fused:
         fuse_layers(model, SKINNY)
     states = torch.zeros(max(STEPS), config.hidden_size)
     replace_ends(model, states, stage == 0, stage == NUM_STAGES - 1)
-    cache = KVCache(len(model.layers), 4, 4, config.num_kv_heads, config.head_dim, F32, CPU)
+    cache = KVCache(PoolShape(len(model.layers), 4, 4, config.num_kv_heads, config.head_dim, F32, CPU))
     return SimpleNamespace(model=model, states=states, cache=cache)
 
 

@@ -31,7 +31,7 @@ from stage_a_naive.contract.errors import ModelError
 from stage_a_naive.sampling import SamplingParams
 from stage_d_paged.attention import pick_backend
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.runtime import build_model
+from stage_d_paged.runtime import Plan, build_model
 from stage_d_paged.weights import RandomWeights
 from stage_f_graph_tp.ranks import build_ranks
 from stage_f_graph_tp.tensor_parallel import RankGroup, Rendezvous, WorkerError
@@ -217,13 +217,13 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
 
     backend = pick_backend("reference", CPU, F32, config.head_dim)
     whole = Stored("stored", 0, CPU, F32)
-    arguments = config, backend, 64, whole, F32, CPU
-    build_model(*arguments)
+    plan = Plan(config, backend, 64, whole, F32, CPU)
+    build_model(plan)
     whole.known, read = set(names), []
     for rank in range(2):
         names.clear()
         group = RankGroup(Rendezvous(None, 0, 1), CPU)
-        model = build_stage(*arguments, group=group, position=Position(rank, 2, 1))
+        model = build_stage(plan, group, Position(rank, 2, 1))
         assert len(model.layers) == config.num_layers // 2
         assert sum(weight.numel() for weight in model.embed_tokens.parameters()) == config.hidden_size * (
             1 if rank else config.vocab_size
@@ -233,10 +233,10 @@ def test_a_stage_reads_its_layers_only_and_the_tables_are_stage_0s(tied):
     assert not any("embed" in name or "head" in name or ".layers.0." in name for name in read[1])
     whole.known -= {"model.layers.1.mlp.up_proj.weight"}
     with pytest.raises(ModelError, match="whose layer 0 is the model's layer 1: .*layers.0.mlp.up_proj.weight is miss"):
-        build_stage(*arguments, group=group, position=Position(1, 2, 1))
+        build_stage(plan, group, Position(1, 2, 1))
     whole.known |= {"model.layers.1.mlp.up_proj.weight", "model.layers.9.mlp.up_proj.weight"}
     with pytest.raises(ModelError, match="1 weights that the model does not have: model.layers.9"):
-        build_stage(*arguments, group=group, position=Position(1, 2, 1))
+        build_stage(plan, group, Position(1, 2, 1))
 
 
 @pytest.mark.parametrize(

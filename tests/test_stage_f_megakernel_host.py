@@ -124,7 +124,7 @@ def test_where_it_cannot_run_one_line_says_why(
 
 
 def test_the_workspace_is_made_as_new_before_the_flags_have_counted_through(monkeypatch):
-    """With so many layers they do after 3 steps."""
+    """With this many layers the flags overflow after 3 steps."""
     model = make_model(SHAPE, torch.bfloat16, device="cpu")
 
     class Deep(ModelConfig):

@@ -26,9 +26,9 @@ from stage_a_naive.checkpoints.loading import random_tensor, resolve
 from stage_d_paged.attention import pick_backend
 from stage_d_paged.batch import Chunk, flat_batch
 from stage_d_paged.config import ModelConfig
-from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.kv_cache import KVCache, PoolShape
 from stage_d_paged.layers import Embedding
-from stage_d_paged.runtime import Runtime, build_model
+from stage_d_paged.runtime import Plan, Runtime, build_model
 from stage_d_paged.sequence import Sequence
 from stage_d_paged.weights import RandomWeights, SafetensorsDirectory, TensorSource
 from stage_f_graph_tp.options import GraphOptions
@@ -69,9 +69,10 @@ def run_model(
     config: ModelConfig, tensors: TensorSource, group: RankGroup | None = None, **how: object
 ) -> torch.Tensor:
     """Logits after a prefill of two prompts and after a decode step: `[4, vocab]`. `group`: of a rank's share."""
-    build = partial(build_model, **how) if group is None else partial(build_sharded_model, group=group, **how)
-    model = build(config, pick_backend("reference", CPU, F32, config.head_dim), 64, tensors, F32, CPU)
-    pool = KVCache(config.num_layers, 16, 4, model.config.num_kv_heads, config.head_dim, F32, CPU)
+    plan = Plan(config, pick_backend("reference", CPU, F32, config.head_dim), 64, tensors, F32, CPU, **how)
+    model = build_model(plan) if group is None else build_sharded_model(plan, group)
+    shape = PoolShape(config.num_layers, 16, 4, model.config.num_kv_heads, config.head_dim, F32, CPU)
+    pool = KVCache(shape)
     sequences = [Sequence(completion_of(range(3 + i, 12 + 3 * i))) for i in range(2)]
     for i, sequence in enumerate(sequences):
         sequence.block_table = list(range(8 * i, 8 * i + 8))

@@ -17,7 +17,7 @@ from benchmarks.render import Record, records
 from benchmarks.timing import graph_seconds
 from stage_c_fused_mlp.fused_mlp import MOST_ROWS, load_operators
 from stage_d_paged.attention import pick_backend
-from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.kv_cache import KVCache, PoolShape
 from stage_d_paged.model import DecoderModel
 from stage_f_graph_tp.megakernel import Megakernel
 from stage_f_graph_tp.megakernel.kernel import MAX_ROWS
@@ -64,9 +64,8 @@ def step_of(model: DecoderModel, kind: str, rows: int) -> Callable[[], object]:
     if kind == "one":
         return launch_of(Megakernel(model), arguments)
     pool = arguments[-1]
-    cache = KVCache(
-        config.num_layers, pool.shape[2], BLOCK_SIZE, config.num_kv_heads, config.head_dim, pool.dtype, pool.device
-    )
+    shape = config.num_layers, pool.shape[2], BLOCK_SIZE, config.num_kv_heads, config.head_dim
+    cache = KVCache(PoolShape(*shape, pool.dtype, pool.device))
     cache.tensor.copy_(pool)
     return step_by_layers(model, arguments, cache, LONGEST)
 

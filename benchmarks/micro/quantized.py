@@ -98,11 +98,7 @@ def count_bytes() -> dict:
 def load_shapes(model: str, options: dict[str, object]) -> Runtime:
     """Load the engine's model and pool for a GPU, without memory."""
     chosen = Options(**options, attention_backend="reference", kvcache_block_size=BLOCK_SIZE)
-
-    def build(config: object, backend: object, max_model_len: int, tensors: object, *rest: object) -> object:
-        return empty_model(config, backend, max_model_len, *rest)  # `build_model` without the weights
-
-    return load_quantized_runtime(resolve(model), chosen, torch.device("meta"), DTYPE, build=build)
+    return load_quantized_runtime(resolve(model), chosen, torch.device("meta"), DTYPE, build=empty_model)
 
 
 def weight_bytes(runtime: Runtime) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from beyond.quantization.floor import SCALE_BYTES
 from beyond.quantization.formats import Quantized
-from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.kv_cache import KVCache, PoolShape
 
 
 class QuantizedKVCache:
@@ -48,20 +48,10 @@ class QuantizedPool:
 
     stored: torch.dtype
 
-    def __call__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> QuantizedKVCache:
-        pool = KVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self.stored, device)
-        return QuantizedKVCache(pool)
+    def __call__(self, shape: PoolShape) -> QuantizedKVCache:
+        return QuantizedKVCache(KVCache(shape._replace(dtype=self.stored)))
 
-    def bytes_per_token(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_token(self, shape: PoolShape) -> int:
         """Count the bytes of one token's K and V in all layers, with their scales."""
-        values = KVCache.bytes_per_token(num_layers, num_kv_heads, head_dim, self.stored)
-        return values + 2 * num_layers * num_kv_heads * SCALE_BYTES
+        values = KVCache.bytes_per_token(shape._replace(dtype=self.stored))
+        return values + 2 * shape.num_layers * shape.num_kv_heads * SCALE_BYTES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +15,7 @@ from beyond.quantization.kv_cache import QuantizedPool
 from beyond.quantization.layers import QuantizedEmbedding, QuantizedLinear, Scheme
 from stage_a_naive.checkpoints.loading import ModelSource
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import MODEL_DTYPE, Formats, Runtime, build_model, load_runtime
+from stage_d_paged.runtime import MODEL_DTYPE, BuildModel, Formats, Runtime, build_model, load_runtime
 from stage_f_graph_tp import kernels
 
 FP8_CAPABILITY = (8, 9)  # e4m3 is converted in hardware: Ada, Hopper and later
@@ -51,7 +50,7 @@ def load_quantized_runtime(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    build: Callable[..., DecoderModel] = build_model,
+    build: BuildModel = build_model,
 ) -> Runtime:
     """Load a model as stage D's `load_runtime` does, in the formats that the options ask for."""
     formats = with_experts(make_formats(options, device), source, options, device)

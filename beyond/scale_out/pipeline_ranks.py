@@ -19,11 +19,8 @@ from beyond.scale_out.spans import Spans
 from beyond.scale_out.stage_head import SAMPLE, StageHead, TimedRanks
 from beyond.scale_out.stages import StageTensors, layers_of, replace_ends, stage_config
 from stage_a_naive.contract.errors import ModelError
-from stage_d_paged.attention import AttentionBackend
-from stage_d_paged.config import ModelConfig
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import MODEL_DTYPE, Formats, build_model, choose_num_blocks
-from stage_d_paged.weights import TensorSource
+from stage_d_paged.runtime import Plan, build_model, choose_num_blocks
 from stage_f_graph_tp.compose import make_buffers, record_graphs
 from stage_f_graph_tp.forward import Layers, Run, StepOutput
 from stage_f_graph_tp.last_tokens import LastTokens
@@ -115,29 +112,19 @@ def most_decodes(options: Options) -> int:
     return -(-options.max_num_seqs // options.batches_in_flight)
 
 
-def build_stage(
-    config: ModelConfig,
-    backend: AttentionBackend,
-    max_model_len: int,
-    tensors: TensorSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    formats: Formats = MODEL_DTYPE,
-    *,
-    group: RankGroup,
-    position: Position,
-) -> DecoderModel:
-    """Build a stage's layers with their weights, whole or this rank's share.
+def build_stage(plan: Plan, group: RankGroup, position: Position) -> DecoderModel:
+    """Build a stage's layers with their weights, whole or this rank's share; `plan` is the whole model's.
 
     Raises:
         ModelError: a weight of this stage is missing, damaged or has another shape.
     """
-    layers = layers_of(position.stage, position.num_stages, config.num_layers)
-    part = stage_config(config, position.stage, position.num_stages)
-    part_tensors = StageTensors(tensors, layers, config.num_layers, has_tables=position.stage == 0)
+    num_layers = plan.config.num_layers
+    layers = layers_of(position.stage, position.num_stages, num_layers)
+    part = stage_config(plan.config, position.stage, position.num_stages)
+    tensors = StageTensors(plan.tensors, layers, num_layers, has_tables=position.stage == 0)
     build = build_model if group.size == 1 else partial(build_sharded_model, group=group)
     try:
-        return build(part, backend, max_model_len, part_tensors, dtype, device, formats)
+        return build(plan._replace(config=part, tensors=tensors))
     except ModelError as error:
         numbers = f"stage {position.stage}, whose layer 0 is the model's layer {layers.start}"
         raise ModelError(f"{numbers}: {error}") from None

@@ -16,9 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
-from stage_d_paged.kv_cache import KVCache
+from stage_d_paged.kv_cache import KVCache, PoolShape
 
 
 class Division(NamedTuple):
@@ -108,24 +106,14 @@ class HybridPool:
     is_windowed: tuple[bool, ...]
     limits: Limits
 
-    def __call__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> HybridKVCache:
+    def __call__(self, shape: PoolShape) -> HybridKVCache:
         """Make the pools. With `num_blocks` 1, each has one block: this is used to measure the memory of a step."""
-        shape = block_size, num_kv_heads, head_dim, dtype, device
         num_windowed = sum(self.is_windowed)
-        layers = Division(num_layers - num_windowed, num_windowed)
-        blocks = self.limits.divide(num_blocks, block_size, *layers)
-        full, windowed = (self.one_pool(*counts, *shape) for counts in zip(layers, blocks, strict=True))
+        layers = Division(shape.num_layers - num_windowed, num_windowed)
+        blocks = self.limits.divide(shape.num_blocks, shape.block_size, *layers)
+        full, windowed = (self.one_pool(PoolShape(*counts, *shape[2:])) for counts in zip(layers, blocks, strict=True))
         return HybridKVCache(full, windowed, self.is_windowed, self.limits)
 
-    def bytes_per_token(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_token(self, shape: PoolShape) -> int:
         """Return the bytes of one token's K and V in all layers, if all layers keep it."""
-        return self.one_pool.bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
+        return self.one_pool.bytes_per_token(shape)

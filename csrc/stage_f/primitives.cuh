@@ -91,7 +91,7 @@ __device__ __forceinline__ void sync_some_threads() { asm volatile("bar.sync 1, 
 
 // ---- L2 ------------------------------------------------------------------------------------------------------------
 
-// Weights are read once a step, so they should be the first to leave L2 (the handed-off words and the KV stay).
+// Weights are read once per step, so they should be the first to leave L2 (the handed-off words and the KV stay).
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

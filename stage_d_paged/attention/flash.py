@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from . import AttentionMetadata, BackendUnavailable
+from .interface import AttentionMetadata, BackendUnavailable
 
 HEAD_DIMS = (64, 128)  # these match the reference; paged decode with heads of 96 (2.8.3, H200) did not
 

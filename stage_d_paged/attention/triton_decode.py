@@ -29,8 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import AttentionMetadata
 from .decode_plan import DecodeConfig, plan_decode
+from .interface import AttentionMetadata
 
 LOG2_E = 1.4426950408889634
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from . import AttentionMetadata, BackendUnavailable
+from .interface import AttentionMetadata, BackendUnavailable
 from .triton_decode import decode, decode_kernel
 from .triton_prefill import prefill
 from .triton_store import store

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import AttentionMetadata
+from .interface import AttentionMetadata
 from .triton_decode import LOG2_E, first_visible, look_up, slots_of
 
 

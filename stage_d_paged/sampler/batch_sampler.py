@@ -19,7 +19,7 @@ from stage_a_naive.contract.noise import mix32
 from stage_a_naive.contract.outputs import Completion
 from stage_a_naive.sampling import choose_tokens
 from stage_d_paged.batch import upload
-from stage_d_paged.sampler import reference
+from stage_d_paged.sampler.reference import count_tokens, filtered, penalised, sample_reference
 from stage_d_paged.sampler.rules import FLAGS, LOGPROBS, RANDOM, WORDS, SamplerInput, rules_of
 
 MOST_INT16 = 2**14  # up to this many tokens, twice a token's count fits into an int16
@@ -126,15 +126,15 @@ class BatchSampler:
             penalise=lambda logits, *_: _in_groups(self._penalise, logits, rows),
             sample=lambda logits, *_: _in_groups(self._sample, logits, rows),
         )
-        reference.count_tokens(self.counts, rows.rules, ids.clamp(min=0), torch.ones_like(ids, dtype=torch.bool))
+        count_tokens(self.counts, rows.rules, ids.clamp(min=0), torch.ones_like(ids, dtype=torch.bool))
         return ids
 
     def _penalise(self, logits: Tensor, rows: SamplerInput[Tensor]) -> Tensor:
-        return reference.penalised(logits, rows.rules, self.counts)
+        return penalised(logits, rows.rules, self.counts)
 
     def _sample(self, scores: Tensor, rows: SamplerInput[Tensor]) -> Tensor:
-        scores = reference.filtered(scores, rows.temperatures, rows.rules)
-        return reference.sample_reference(scores, rows.temperatures, rows.noise_keys, self._mixed_ids)
+        scores = filtered(scores, rows.temperatures, rows.rules)
+        return sample_reference(scores, rows.temperatures, rows.noise_keys, self._mixed_ids)
 
 
 def _in_groups(

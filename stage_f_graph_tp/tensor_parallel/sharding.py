@@ -30,11 +30,10 @@ from torch import Tensor, nn
 
 from stage_a_naive.checkpoints.experts import expert_of
 from stage_a_naive.checkpoints.tensor_source import LazyTensor
-from stage_d_paged.attention import AttentionBackend
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.layers import Embedding
 from stage_d_paged.model import DecoderModel
-from stage_d_paged.runtime import MODEL_DTYPE, Formats, empty_model
+from stage_d_paged.runtime import Plan, empty_model
 from stage_d_paged.weights import TensorSource, WeightLoader
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 
@@ -74,20 +73,11 @@ def shard_config(config: ModelConfig, size: int, rank: int = 0) -> ModelConfig:
     )
 
 
-def build_sharded_model(
-    config: ModelConfig,
-    backend: AttentionBackend,
-    max_model_len: int,
-    tensors: TensorSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    formats: Formats = MODEL_DTYPE,
-    *,
-    group: RankGroup,
-) -> DecoderModel:
-    """Build this rank's share of stage D's model, with its weights and its collectives."""
-    model = empty_model(shard_config(config, group.size, group.rank), backend, max_model_len, dtype, device, formats)
-    model.load(WeightLoader(ShardedTensors(tensors, config, group.rank, group.size)))
+def build_sharded_model(plan: Plan, group: RankGroup) -> DecoderModel:
+    """Build this rank's share of stage D's model, with its weights and its collectives; `plan` is the whole model's."""
+    config = plan.config
+    model = empty_model(plan._replace(config=shard_config(config, group.size, group.rank)))
+    model.load(WeightLoader(ShardedTensors(plan.tensors, config, group.rank, group.size)))
     for layer in model.layers:
         layer.self_attn.o_proj = RowParallelLinear(layer.self_attn.o_proj, group)
         layer.mlp.down_proj = RowParallelLinear(layer.mlp.down_proj, group)
