@@ -36,6 +36,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 
@@ -67,7 +68,7 @@ class Scheduler:
         max_num_penalty_seqs: how many of these may have penalties; None means all.
         max_num_batched_tokens: tokens that run in one step.
         enable_chunked_prefill: False runs prompts whole, in steps without decodes, as engines did before chunking.
-        sequence_class, block_manager_class: replaced by engines that extend stage E's sequences and blocks.
+        new_sequence, block_manager_class: replaced by engines that extend stage E's sequences and blocks.
 
     Raises:
         ValueError: a step cannot run one token of every running sequence.
@@ -83,7 +84,7 @@ class Scheduler:
         max_num_penalty_seqs: int | None = None,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
-        sequence_class: type[BatchSequence] = BatchSequence,
+        new_sequence: Callable[..., BatchSequence] = BatchSequence,
         block_manager_class: type[BlockManager] = BlockManager,
     ) -> None:
         if max_num_seqs < 1:
@@ -92,7 +93,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self._num_table_slots = min(max_num_penalty_seqs or max_num_seqs, max_num_seqs)
         self._new_pool = partial(block_manager_class, num_blocks, block_size, enable_prefix_caching)
-        self.sequence_class = sequence_class
+        self.new_sequence = new_sequence
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.order: Order = FirstCome()  # which waiting sequence is tried first
