@@ -11,36 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from heapq import nsmallest
-from itertools import islice
-from typing import Protocol
 
 from stage_d_paged.block_manager import BlockManager
+from stage_e_batching.queues import MAX_OVERTAKES
 from stage_e_batching.step import BatchSequence
-
-MAX_OVERTAKES = 16  # times that later requests may overtake a request
-LOOKAHEAD = 64  # waiting requests that a step considers, so that a long queue costs no more than a short one
-
-
-class Order(Protocol):
-    """The order in which waiting sequences are tried."""
-
-    def candidates(self, waiting: Iterable[BatchSequence], limit: int, manager: BlockManager) -> list[BatchSequence]:
-        """Return at most `limit` of the waiting sequences, the one to try first at the front."""
-        ...
-
-
-class FirstCome:
-    """The order of arrival."""
-
-    def candidates(self, waiting: Iterable[BatchSequence], limit: int, manager: BlockManager) -> list[BatchSequence]:
-        """Return the waiting sequences to try to admit in this step, the first one first.
-
-        Args:
-            waiting: all that wait, by arrival.
-            limit: of the result's length.
-            manager: tells orders which blocks are cached.
-        """
-        return list(islice(waiting, limit))
 
 
 class ByRank:

@@ -9,9 +9,10 @@ from fake_model import completion_of
 
 from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged.block_manager import BlockManager
+from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
 from stage_e_batching.scheduler import LOOKAHEAD, Scheduler
 from stage_e_batching.step import BatchSequence, State
-from stage_e_batching.waiting_order import MAX_OVERTAKES, FirstCome, LongestCachedPrefix, Priority, ShortestFirst
+from stage_e_batching.waiting_order import LongestCachedPrefix, Priority, ShortestFirst
 
 pytestmark = pytest.mark.fast
 

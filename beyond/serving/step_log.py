@@ -12,9 +12,9 @@ from typing import Any
 
 from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
+from stage_e_batching.queues import LOOKAHEAD
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
-from stage_e_batching.waiting_order import LOOKAHEAD
 
 MOST_STEPS, MOST_ENDED, MOST_WAITING, MOST_BLOCKS, MOST_OWNERS = 120, 10, 64, 2048, 4  # in one picture
 FREE, CACHED = 0, 1  # a block without an owner: empty, or with content that the prefix cache can find

@@ -6,7 +6,7 @@ from beyond.speculation.drafts import draft_of
 from beyond.structured.constraints import Constraints
 from beyond.structured.grammars import Grammars, WhenCompiled
 from stage_e_batching.llm import LLM
-from stage_e_batching.waiting_order import FirstCome
+from stage_e_batching.queues import FirstCome
 
 
 def constrain(llm: LLM) -> None:

@@ -24,9 +24,10 @@ from stage_d_paged.sampler.rules import rules_of
 from stage_e_batching.calls import Calls
 from stage_e_batching.engine import Engine
 from stage_e_batching.parts import Sampled
+from stage_e_batching.queues import MAX_OVERTAKES, FirstCome
 from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
-from stage_e_batching.waiting_order import MAX_OVERTAKES, FirstCome, ShortestFirst
+from stage_e_batching.waiting_order import ShortestFirst
 
 CPU = torch.device("cpu")
 

@@ -41,7 +41,8 @@ WATCH = f"{PARALLEL}/watch"
 # They take seconds. The first one that fails ends the run.
 TESTS: dict[str, tuple[str, ...]] = {
     "stage_d_paged/block_manager.py": ("tests/test_stage_d_block_manager.py", FUZZ),
-    "stage_e_batching/scheduler.py": (*SCHEDULING, "tests/test_stage_e_interrupts.py"),
+    "stage_e_batching/scheduler.py": SCHEDULING,
+    "stage_e_batching/queues.py": (*SCHEDULING, "tests/test_stage_e_interrupts.py"),
     "stage_e_batching/engine.py": (
         *SCHEDULING,
         "tests/test_stage_f_overlap.py",
