@@ -10,7 +10,6 @@ import pytest
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
-LEFT = {"beyond/scale_out/pipeline_scheduler.py::PipelineScheduler"}  # its base is made of the queues
 CHAINS = ("Options", "Error", "::LLM")  # of options, errors and what users call, one chain is allowed
 # What is left. The list only becomes shorter.
 LEFT = {
