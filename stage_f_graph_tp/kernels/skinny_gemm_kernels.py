@@ -64,11 +64,9 @@ def _paired_products(
 ):
     """Multiply weight rows `first + i` and `first + i + distance`, `i < BLOCK_N`, by the tokens.
 
-    It is one product of twice the height. Eight rows of the one half and eight of the other take turns, because a thread
-    holds rows i and i + 8 of a tensor core's result. So both results of a pair are in one thread, and the halves, each
-    [BLOCK_N, BLOCK_M], are separated without shared memory.
+    It is one product of twice the height. Its halves, each [BLOCK_N, BLOCK_M], are separated in registers.
     """
-    index = tl.arange(0, 2 * BLOCK_N)
+    index = tl.arange(0, 2 * BLOCK_N)  # 8 rows of one half, 8 of the other: a thread has rows i and i + 8 of a result
     pair = index // 16 * 8 + index % 8
     row = first + pair + index // 8 % 2 * distance
     row_inside = pair < pairs
