@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+import torch
 from torch import Tensor
 
 from stage_f_graph_tp.cuda_graph import NOTHING, Body, Compute, Recorded, Recorder
