@@ -24,7 +24,15 @@ from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, OnText, Request, SamplingFunction, returned
 from stage_a_naive.contract.params import SamplingParams, as_integer, check_sampling_fn
-from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, refuse_ids, text_or_ids
+from stage_a_naive.contract.prompts import (
+    Prompt,
+    Prompts,
+    check_text,
+    check_text_length,
+    encode_fast,
+    refuse_ids,
+    text_or_ids,
+)
 from stage_a_naive.contract.requests import add_prompt_logprobs, one_per_answer, one_per_prompt
 from stage_a_naive.contract.structured_outputs import NO_FORMS, GrammarError
 from stage_a_naive.contract.token_rules import TokenRules
@@ -191,7 +199,7 @@ class Frontend:
         if len(text) > 16 * limit:  # few tokens are longer: tokenizing a shorter text does not take long
             check_text_length(index, text, self.tokenizer, self._longest_token, limit)
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return encode_fast(self.tokenizer, text, add_special_tokens)
         except TypeError:
             check_text(index, text)
             raise
