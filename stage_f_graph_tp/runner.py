@@ -93,7 +93,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> list[str]:
-        """Record decode steps for these numbers of sequences; prefill steps of up to these numbers of tokens come later.
+        """Record decode steps of these numbers of sequences; prefill steps of these numbers of tokens when needed.
 
         Returns:
             a line per kind of step.
