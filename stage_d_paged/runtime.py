@@ -157,8 +157,4 @@ def choose_num_blocks(runtime: Runtime, options: EngineOptions) -> int:
         rows = min(options.max_num_seqs, options.max_num_batched_tokens)
         runtime.model.compute_logits(hidden[:rows]).float()
 
-    if runtime.backend.name == "triton":
-        from stage_d_paged.compile_kernels import compile_kernels  # here: not every GPU has Triton
-
-        compile_kernels(run_largest_step)
     return cuda_num_blocks(block_bytes, options.gpu_memory_utilization, runtime.device, run_largest_step)

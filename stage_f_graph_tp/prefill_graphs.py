@@ -20,7 +20,6 @@ A graph is recorded when a step first needs it, so the engine starts sooner and 
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 
 import torch
@@ -96,9 +95,6 @@ class PrefillGraphs:
     ) -> str:
         """Keep the parts that run a step without a graph, to record it when it is needed; returns a line about that."""
         self._record, self._parts = record, (compute, head)
-        if "l" in os.environ.get("X_OFF", ""):
-            for shape in reversed(self.shapes):
-                self._recorded[shape] = record(self.body(shape, buffers, compute, head))
         return f"CUDA graphs: prefill steps of up to {self._sizes[-1]} tokens are recorded when first needed"
 
     def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
@@ -111,7 +107,7 @@ class PrefillGraphs:
 
     def _compute(self, inputs: StepInput[Tensor], shape: StepShape, compute: Compute, head: StepHead) -> StepOutput:
         output = compute(inputs, shape)
-        return head.sample(output, inputs, shape) if shape.num_seqs == 1 and "h" not in os.environ.get("X_OFF", "") else output
+        return head.sample(output, inputs, shape) if shape.num_seqs == 1 else output
 
     def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
         """Replay a step; the first time, run and record it."""

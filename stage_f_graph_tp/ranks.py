@@ -112,7 +112,7 @@ class Job:
         buffers = make_buffers(runtime, options, inputs)
         layers = Layers(runtime.model, runtime.make_pool(num_blocks), tokens)
         head = RankHead(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens, ranks)
-        compile_steps(runtime, options, inputs, buffers, layers, head)
+        compile_steps(runtime, options, inputs, buffers, layers, head, ranks.report)
         runner = RankRunner(ranks, inputs, buffers, sampler, layers, head)
         record_graphs(runner, runtime, options, options.max_num_seqs, ranks.report, ranks.watch)
         return Rank(runtime, runner, (group,))

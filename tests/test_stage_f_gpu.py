@@ -122,7 +122,7 @@ def test_a_single_prompts_graph_samples_what_the_sampler_does_without_it():
 
 @pytest.mark.gpu
 def test_compiling_kernels_launches_none_of_them():
-    compile_kernels = pytest.importorskip("stage_d_paged.compile_kernels").compile_kernels
+    compile_kernels = pytest.importorskip("stage_f_graph_tp.compile_kernels").compile_kernels
     elementwise = pytest.importorskip("stage_f_graph_tp.kernels.elementwise")
     x, weight = torch.randn(2, 7, 96, device="cuda"), torch.rand(96, device="cuda")
     kernel = elementwise._rms_norm_kernel

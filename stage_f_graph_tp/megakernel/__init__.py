@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -33,8 +32,6 @@ def build_early(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
 
     Two compilers work while the model is loaded. `choose_decode_step` waits for them, and reports their errors.
     """
-    if "b" in os.environ.get("X_OFF", ""):
-        return
     if device.type != "cuda" or why_unsupported(config, dtype, 16, torch.cuda.get_device_capability(device)):
         return
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
