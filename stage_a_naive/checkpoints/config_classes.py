@@ -18,6 +18,8 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from transformers import PretrainedConfig
+from transformers.utils.import_utils import is_torch_available
 
 # What uses torchvision, and is imported here without it: see the end of this file.
 vision = {f"transformers.{name}" for name in ("image_utils", "image_transforms", "video_utils")} - set(sys.modules)
@@ -25,14 +27,11 @@ vision = {f"transformers.{name}" for name in ("image_utils", "image_transforms",
 # The validators import these two modules. Import them now, because below PyTorch seems to be missing.
 with patch("transformers.utils.is_torchvision_available", lambda: False):
     from transformers import tokenization_utils_base, video_utils  # noqa: F401
-from transformers.utils.import_utils import is_torch_available
 
 with suppress(ImportError), patch("transformers.utils.import_utils.is_torch_available", lambda: False):
     from transformers.utils import type_validators
 
     type_validators.torch, type_validators.is_torch_available = torch, is_torch_available
-
-from transformers import PretrainedConfig
 
 
 def undocumented(cls: type | None = None, **_: object) -> object:
