@@ -58,7 +58,7 @@ class LLM(Frontend):
 
     @torch.inference_mode()
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
-        """Run one request from its first token to its last. `arrival` is when the prompt came in, for the TTFT."""
+        """Run one request from its first token to its last. `arrival` is when the call came in, for the TTFT."""
         completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, on_text is None)
         start = synchronized_time(self.device)
 
