@@ -31,7 +31,7 @@ def compile_kernels(run: Callable[[], object]) -> None:
         return partial(kernel.warmup, grid=grid) if threading.get_ident() == thread else launch(kernel, grid)
 
     with _lock, ThreadPoolExecutor() as pool:
-        JITFunction.__getitem__ = compile_only
+        JITFunction.__getitem__ = compile_only  # pyright: ignore[reportAttributeAccessIssue]
         try:
             with triton.AsyncCompileMode(pool):
                 run()

@@ -67,4 +67,4 @@ CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {
 
 for name in vision:  # who needs them imports them again, with torchvision
     sys.modules.pop(name, None)
-    vars(transformers).pop(name.removeprefix("transformers."), None)
+    transformers.__dict__.pop(name.removeprefix("transformers."), None)  # pyright: ignore[reportAttributeAccessIssue] (a dictionary)
