@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from stage_c_fused_mlp.extension import load_extension
+from stage_c_fused_mlp.extension import load_extension, plan
 from stage_c_fused_mlp.toolchain import ExtensionError
 from stage_d_paged.config import ModelConfig
 from stage_d_paged.runtime import Runtime
@@ -38,6 +38,7 @@ def build_early(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
 
     def build(load: Callable[[], object]) -> None:
         with suppress(ExtensionError):
+            plan("megakernel").require_cuda()
             load()
 
     for load in (partial(load_extension, "megakernel"), partial(load_kernel, config, dtype, multiprocessors)):
