@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,7 +24,15 @@ from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, OnText, Request, SamplingFunction, returned
 from stage_a_naive.contract.params import SamplingParams, as_integer, check_sampling_fn
-from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, refuse_ids, text_or_ids
+from stage_a_naive.contract.prompts import (
+    Prompt,
+    Prompts,
+    check_text,
+    check_text_length,
+    encode_fast,
+    refuse_ids,
+    text_or_ids,
+)
 from stage_a_naive.contract.requests import add_prompt_logprobs, one_per_answer, one_per_prompt
 from stage_a_naive.contract.structured_outputs import NO_FORMS, GrammarError
 from stage_a_naive.contract.token_rules import TokenRules
@@ -104,7 +113,9 @@ class Frontend:
                 raised after all requests have ended, with all outputs in `error.outputs`; the outputs of failed
                 requests have the `finish_reason` "error" and the exception in `error`.
         """
-        requests = self.requests(prompts, sampling_params)
+        return self._answer(self.requests(prompts, sampling_params), use_tqdm, on_text)
+
+    def _answer(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         with self._one_call():
             outputs = self._generate(requests, use_tqdm, on_text)
             if any(request.params.prompt_logprobs is not None for request in requests):
@@ -124,8 +135,9 @@ class Frontend:
         Args:
             chat_template_kwargs: arguments of the model's chat template: `{"enable_thinking": False}` for Qwen3.
         """
+        arrival = time.perf_counter()
         prompts = self.chat_prompts(messages, chat_template_kwargs)
-        return self.generate(prompts, sampling_params, use_tqdm, on_text)
+        return self._answer(self.requests(prompts, sampling_params, arrival), use_tqdm, on_text)
 
     def chat_prompts(
         self,
@@ -187,7 +199,7 @@ class Frontend:
         if len(text) > 16 * limit:  # few tokens are longer: tokenizing a shorter text does not take long
             check_text_length(index, text, self.tokenizer, self._longest_token, limit)
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return encode_fast(self.tokenizer, text, add_special_tokens)
         except TypeError:
             check_text(index, text)
             raise
@@ -201,9 +213,17 @@ class Frontend:
         raise NotImplementedError(f"{type(self).__name__} has no model")
 
     def requests(
-        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        arrival: float | None = None,
     ) -> list[Request]:
-        """Check prompts and parameters as `generate` does and return a request for each answer, without running it."""
+        """Check prompts and parameters as `generate` does and return a request for each answer, without running it.
+
+        Args:
+            arrival: when the prompts arrived, if that was before this call; seconds on the monotonic clock.
+        """
+        arrival = time.perf_counter() if arrival is None else arrival
         self._check_usable()
         prompt_list = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -214,11 +234,16 @@ class Frontend:
         if sampling_fn is not None:
             check_sampling_fn(sampling_fn)
         numbered = enumerate(zip(prompt_list, params, strict=True))
-        requests = [self._request(i, prompt, p, sampling_fn) for i, (prompt, p) in numbered]
+        requests = [self._request(i, prompt, p, sampling_fn, arrival) for i, (prompt, p) in numbered]
         return one_per_answer(requests) if any(p.n > 1 for p in params) else requests
 
     def _request(
-        self, index: int, prompt: Prompt, params: SamplingParams, sampling_fn: SamplingFunction | None
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        sampling_fn: SamplingFunction | None,
+        arrival: float,
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters of prompt {index}: expected SamplingParams, got {shown(params)}")
@@ -233,7 +258,7 @@ class Frontend:
         if params.structured_outputs is not None:
             self._check_structured_outputs(index, params, sampling_fn)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        return Request(index, ids, params, seed, sampling_fn, rules, prompt_index=index)
+        return Request(index, ids, params, seed, sampling_fn, rules, prompt_index=index, arrival_time=arrival)
 
     def _check_structured_outputs(self, index: int, params: SamplingParams, fn: SamplingFunction | None) -> None:
         """Validate a request's structured output; raise `GrammarError` if it is not supported, as here."""
