@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -24,16 +25,21 @@ def compile_kernels(run: Callable[[], object]) -> None:
 
     Everything else that `run` does is done, so it may not use the kernels' results as indices.
     """
-    launch, thread = JITFunction.__getitem__, threading.get_ident()
+    thread = threading.get_ident()
 
     def compile_only(kernel: JITFunction, grid: Any) -> Callable[..., object]:
         # Other threads may use other engines meanwhile.
         return partial(kernel.warmup, grid=grid) if threading.get_ident() == thread else launch(kernel, grid)
 
-    with _lock, ThreadPoolExecutor() as pool:
+    def compile_all() -> None:
+        # An error is raised again when the kernel is launched.
+        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            run()
+
+    with _lock:
+        launch = JITFunction.__getitem__
         JITFunction.__getitem__ = compile_only  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            with triton.AsyncCompileMode(pool):
-                run()
+            copy_context().run(compile_all)  # Triton's mode is a context variable: an interrupt must not leave it on
         finally:
             del JITFunction.__getitem__
