@@ -160,7 +160,7 @@ class LLM(stage_f.LLM):
         return make_drafter(drafting, kv_cache, self.options, constraints)
 
     def _engine(self) -> Engine:
-        """Make the ring: its depth is 0, 1 or that of the micro-batches, and its drafts may wait for tokens."""
+        """Make the engine: its depth is 0, 1 or that of the micro-batches, and its drafts may wait for tokens."""
         options, scheduler = self.options, self._scheduler()
         drafts, counters = None, Counters()
         if self._drafter is not None:

@@ -1,6 +1,6 @@
 """The engine with the CPU out of the loop, and more GPUs.
 
-    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (stage E's ring)
+    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (stage E's engine)
                       one graph replay, or eager with fused kernels           (runner.py, cuda_graph.py)
                       on every rank                                           (ranks.py, tensor_parallel/)
 
@@ -72,7 +72,7 @@ class LLM(stage_e.LLM):
             raise
 
     def _engine(self) -> Engine:
-        """Make stage E's ring; with overlap it launches a step before it fetches the tokens of the last one."""
+        """Make stage E's engine; with overlap it launches a step before it fetches the tokens of the last one."""
         depth = 1 if self.options.uses("overlap") else 0
         return Engine(self._scheduler(), self.runner, depth=depth, trace=self.trace)
 

@@ -17,6 +17,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
@@ -24,15 +25,7 @@ from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.logprobs import PromptLogprobs
 from stage_a_naive.contract.outputs import GenerationOutput, Metrics, OnText, Request, SamplingFunction, returned
 from stage_a_naive.contract.params import SamplingParams, as_integer, check_sampling_fn
-from stage_a_naive.contract.prompts import (
-    Prompt,
-    Prompts,
-    check_text,
-    check_text_length,
-    encode_fast,
-    refuse_ids,
-    text_or_ids,
-)
+from stage_a_naive.contract.prompts import Prompt, Prompts, check_text, check_text_length, refuse_ids, text_or_ids
 from stage_a_naive.contract.requests import add_prompt_logprobs, one_per_answer, one_per_prompt
 from stage_a_naive.contract.structured_outputs import NO_FORMS, GrammarError
 from stage_a_naive.contract.token_rules import TokenRules
@@ -263,6 +256,15 @@ class Frontend:
     def _check_structured_outputs(self, index: int, params: SamplingParams, fn: SamplingFunction | None) -> None:
         """Validate a request's structured output; raise `GrammarError` if it is not supported, as here."""
         raise GrammarError(NO_FORMS.format(index))
+
+
+def encode_fast(tokenizer: PreTrainedTokenizerFast, text: str, add_special_tokens: bool) -> list[int]:
+    """As `tokenizer.encode`, without computing where in the text each token is: a fifth faster."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # a call of the tokenizer may have left these settings
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:
