@@ -16,6 +16,8 @@ from os.path import commonprefix  # of any sequences
 from typing import NamedTuple, TypedDict
 
 from benchmarks.workloads import Call, Workload
+from beyond.experts.floor import expected_touched, weight_bytes
+from stage_a_naive.checkpoints.experts import experts_of_layers
 from stage_a_naive.floor import ModelBytes
 
 
@@ -51,7 +53,8 @@ class ModelCost(ModelBytes):
         read = call.context_tokens_read()
         if share:
             read = (1 - share) * read + share * call.context_tokens_read(window)
-        num_bytes = max(call.max_tokens) * self.weight_bytes + read * self.kv_bytes_per_token
+        running = [sum(n > step for n in call.max_tokens) for step in range(max(call.max_tokens))]
+        num_bytes = sum(map(self.weight_bytes_of_step, running)) + read * self.kv_bytes_per_token
         attention = read * self.attention_operations_per_pair
         return Work(num_bytes, 2 * sum(self.matmul_parameters) * call.output_tokens + attention)
 
@@ -63,7 +66,14 @@ class ModelCost(ModelBytes):
         tokens = shared + sum(length - shared for length in lengths)
         pairs = _pairs(shared) + sum(_pairs(length) - _pairs(shared) for length in lengths)
         operations = 2 * layers * tokens + 2 * head * len(call.prompts) + pairs * self.attention_operations_per_pair
-        return Work(self.weight_bytes, operations)
+        return Work(self.weight_bytes_of_step(tokens), operations)
+
+    def weight_bytes_of_step(self, tokens: int) -> float:
+        """Return the bytes of weights that a step of this many tokens reads."""
+        experts = next((own for own in experts_of_layers(self.config) if own is not None), None)
+        if experts is None:
+            return self.weight_bytes
+        return weight_bytes(self, expected_touched(experts.count, experts.per_token, tokens))
 
 
 def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str, float]:

@@ -21,7 +21,7 @@ from benchmarks.workloads import SIZES, make_workload
 # caption says so; without a reason `make report` refuses the second value.
 _OTHER_COMMIT = "Measured at another commit than the overview's table: compare rows of one table with one another."
 _OTHER_RUN = "Measured in another run than the overview's table: compare rows of one table with one another."
-WHY_APART = dict.fromkeys(("stage-b", "stage-d", "load", "stage-f-alone", "ranks"), _OTHER_COMMIT)
+WHY_APART = dict.fromkeys(("stage-b", "stage-d", "load", "ranks", "whole"), _OTHER_COMMIT)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def run_workload(
     The warm-up is a round of the same lengths with other token ids: what happens once per length (a compiled program, a
     cuDNN plan) is not counted as if it happened always, and a prefix cache finds nothing. For `single` it is timed too:
     the first visit to these lengths. A round longer than `round_seconds` is not run twice; there the short version of
-    it, which tells the pace, is the warm-up.
+    it, which tells the pace, is the warm-up, and where requests are served one after another, the end of each of them.
 
     Args:
         count: also count the kernels and launches of a decode step, where the workload is `single` on a GPU.
@@ -99,6 +99,8 @@ def run_workload(
         found["first_visit"] = figures(workload, timed(warm_up))
     elif expected <= round_seconds:
         timed(warm_up)
+    elif engine.one_at_a_time:
+        timed(list(map(last_tokens, warm_up)))
     gc.collect()
     samples, start = [], time.perf_counter()
     for calls in workload.rounds:
@@ -108,6 +110,14 @@ def run_workload(
     if count and is_single and device.type == "cuda":
         found["launches"] = launches_per_step(llm)
     return found
+
+
+def last_tokens(call: Call) -> Call:
+    """Return a call for the last tokens of every answer, after a prompt as long as all that was before them."""
+    outputs = tuple(min(n, SHORT_TOKENS) for n in call.max_tokens)
+    lengths = [len(p) + n - short for p, n, short in zip(call.prompts, call.max_tokens, outputs, strict=True)]
+    prompts = tuple((p * (length // len(p) + 1))[:length] for p, length in zip(call.prompts, lengths, strict=True))
+    return Call(call.tag, prompts, outputs)
 
 
 class TimedCall(NamedTuple):

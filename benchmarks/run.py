@@ -24,7 +24,7 @@ import torch
 from benchmarks.engines import REFERENCE, STUDIES, Engine, installed_engines, select
 from benchmarks.floor import ModelCost, floors
 from benchmarks.groups import group_results
-from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, command, commit_of_tree, write
+from benchmarks.results import LEAST_REPEATS, LOCAL, RESULTS, command, commit_of_tree, table_of, write
 from benchmarks.sources import code_of
 from benchmarks.tables import overview, own_results
 from benchmarks.worker import run_job
@@ -131,10 +131,13 @@ class Measurement:
         if args.repeats < 1 or args.max_seconds <= 0:
             raise ValueError(f"--repeats {args.repeats}, --max-seconds {args.max_seconds:g}: at least 1, and above 0")
         commit, dirty = commit_of_tree() if args.publish else (None, None)
-        if args.publish and (commit is None or dirty or args.repeats < LEAST_REPEATS or args.size == "tiny"):
+        is_part = args.publish and table_of(args.publish) != args.publish  # the report counts the repeats of all parts
+        few = args.repeats < LEAST_REPEATS and not is_part
+        if args.publish and (commit is None or dirty or few or args.size == "tiny"):
             raise ValueError(
-                f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats, "
-                f"and size cpu or gpu; without it results go to {LOCAL}"
+                f"--publish needs a clean commit (this one: {commit}, changed: {dirty}), {LEAST_REPEATS} repeats "
+                "(or a name that ends in -1, -2, … for each part), and size cpu or gpu; without it results go to "
+                f"{LOCAL}"
             )
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", self.model.removeprefix("random:")).strip("-")
         self.path = args.output or LOCAL / f"{'-'.join(filter(None, [args.size, slug, args.study]))}.json"

@@ -75,8 +75,10 @@ STUDY_MARKERS = {
     "stage-b": "ablation",
     "stage-d": "sharing",
     "load": "under-load",
+    "whole": "whole-load",
     "ranks": "tp",
     "quantization": "quantized-engine",
+    "experts": "experts-engine",
 }
 TOO_LONG = re.compile(r"would take about .*; the limit was (\d+) s")  # what `measure.py` says of a round
 
@@ -90,17 +92,17 @@ def engine_tables(groups: Sequence[Group]) -> dict[str, list[str]]:
         found[marker], before = [line for g in plain for line in stage_table(g, package, before)], package
     for study, marker in STUDY_MARKERS.items():
         found[marker] = [line for g in groups if g.study == study for line in study_table(g)]
-    alone = [group for group in groups if group.study == "stage-f-alone"]
-    return found | {"f-alone": [line for g in alone for line in [*caption(g), *overview(g), ""]]}
+    alone = [group for group in plain if "F" in group.engines and group.size == "gpu"]
+    return found | {"f-alone": [line for g in alone for line in [*caption(g), *overview(g, ["F"]), ""]]}
 
 
-def overview(group: Group) -> list[str]:
-    """Return the table that compares the engines at a glance."""
+def overview(group: Group, engines: Sequence[str] = ()) -> list[str]:
+    """Return the table that compares the engines, by default all of them, at a glance."""
     ttft = group.workloads["ttft"]["floor"] if "ttft" in group.workloads else {}
     columns = [START, STEP, FAR, BATCH, LOAD, LOAD_SHARE, PREFIX]
     columns += [MEMORY] if any(MEMORY.median(group, engine) for engine in group.engines) else []
     columns += [Column(f"first token of {figure.split('_')[1]}: ms", "ttft", figure) for figure in ttft]
-    return table(group, group.engines, columns)
+    return table(group, engines or group.engines, columns)
 
 
 def own_results(group: Group) -> list[str]:

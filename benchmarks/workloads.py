@@ -1,12 +1,11 @@
-"""The work that every engine is given: token ids in, a fixed number of tokens out, nothing left to chance.
+"""The workloads that every engine runs: token ids in, a fixed number of tokens out, the same work in every run.
 
-A benchmark of a language model is only as honest as its input. The prompts here are random ids from a seeded generator,
-the end-of-sequence token is ignored, so every engine does exactly the same number of steps, and the whole of the work
-is hashed: two results with equal hashes come from equal work.
+The prompts are random ids from a seeded generator. The end-of-sequence token is ignored, so every engine does exactly
+the same number of steps. The whole workload is hashed: two results with equal hashes come from equal work.
 
-A workload consists of *rounds* that are alike but use different ids. A round is a list of *calls* of `generate`. Each
-round gives one sample of every figure. The ids never repeat from round to round or from workload to workload, because
-an engine with a prefix cache would rightly skip tokens that it has already seen (only `prefix` is about that).
+A workload consists of *rounds* of the same shape with different ids. A round is a list of *calls* of `generate`, and
+gives one sample of every figure. No ids repeat between rounds or workloads, because an engine with a prefix cache would
+rightly skip tokens that it has already seen (only `prefix` measures that).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Call:
 
     tag: str  # purpose of the call; selects how its figures are computed
     prompts: tuple[Ids, ...]
-    max_tokens: tuple[int, ...]  # one a prompt
+    max_tokens: tuple[int, ...]  # one per prompt
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,15 +1,15 @@
-"""Grade the submissions of a whole course: one after another by each of some judges, or in a container per student.
+"""Grade the submissions of a whole course, with several judges at a time, or in a container per student.
 
     python -m labs.batch d submissions/ results/ --jobs 4
-    python -m labs.batch d submissions/ results/ --resume        go on after an interruption
+    python -m labs.batch d submissions/ results/ --resume        continue after an interruption
     python -m labs.batch d submissions/ results/ --only ada      one student again
 
 `submissions/` holds one folder or one archive per student, as `make submit`, Moodle or a student's own system packs it.
 `results/` gets one JSON per student, `summary.csv` with a row per student and the points and seconds of every exercise,
 and `similarity.csv`. The summary is complete after every student, so a run that is interrupted loses none.
 
-The inputs of a run follow from a seed that nobody knows before, the same for all students: the reference's values are
-computed once. It is in every report, and `--seed` repeats it.
+A run's inputs follow from a new random seed, the same for all students, so the reference's values are computed once.
+The seed is in every report, and `--seed` repeats it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from stage_a_naive.entrypoints.interrupts import run_command
 
 STUDENT_SECONDS = 1800.0
 MOODLE = re.compile(r"_assignsubmission_file_?$")  # how Moodle's folders end: Ada Lovelace_1234_assignsubmission_file
-UNPACKED_BYTES = 256 << 20  # that an archive may hold
+UNPACKED_BYTES = 256 << 20  # the most that an archive may hold
 ARCHIVES = (".tar.gz", ".tar.xz", ".tar.bz2", ".tgz", ".tar", ".zip")
 # What the modules that unpack raise for an archive that is broken, encrypted or compressed in a way they do not know.
 CANNOT_UNPACK = (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, zlib.error, lzma.LZMAError)
@@ -53,12 +53,12 @@ CANNOT_UNPACK += (RuntimeError, ValueError)
 
 
 def new_seed() -> int:
-    """A seed that nobody knows beforehand."""
+    """Return a random seed."""
     return 1 + secrets.randbelow(2**40)
 
 
 def submissions_in(folder: Path) -> dict[str, Path]:
-    """Student -> folder or file. Each but the hidden ones is one, so that none is left out without a row."""
+    """Map each student to a folder or file. Every entry that is not hidden counts, so each one gets a row."""
     found: dict[str, Path] = {}
     for path in sorted(path for path in folder.iterdir() if not _is_clutter(path.name)):
         student = path.name.removesuffix(_ending(path)) if path.is_file() else MOODLE.sub("", path.name)
@@ -67,19 +67,19 @@ def submissions_in(folder: Path) -> dict[str, Path]:
 
 
 def _ending(file: Path) -> str:
-    """The ending of an archive's name as it is written, "" if it is no archive."""
+    """Return the ending of an archive's name as it is written, "" if it is no archive."""
     found = next((ending for ending in ARCHIVES if file.name.lower().endswith(ending)), "")
     return file.name[len(file.name) - len(found) :]
 
 
 def unpack(submission: Path, target: Path, lab: Lab) -> Path:
-    """A folder with the submission's copy of the lab: of the folder itself, or of the archive's content.
+    """Return the folder with the submission's copy of the lab, in the folder itself or in the unpacked archive.
 
-    Of an archive only files and folders are taken, none of which can be written outside of `target`. An archive of the
-    folder around the copy will do as well, and so will a folder with one archive in it.
+    Only files and folders are unpacked, never outside of `target`. The archive may also contain the folder around the
+    copy, and the folder may contain a single archive.
 
     Raises:
-        CANNOT_UNPACK: it is no archive, a broken one, one that is too large, or a link.
+        CANNOT_UNPACK: it is not an archive, or a broken one, one that is too large, or a link.
     """
     if submission.is_symlink():
         raise ValueError(f"{submission.name} is a link; a submission is a folder or an archive")
@@ -102,7 +102,7 @@ def _has_copy(folder: Path, lab: Lab) -> bool:
 
 
 def _with_copy(folder: Path, lab: Lab) -> Path:
-    """The folder that has the lab's copy: this one, or the only one in it, and so on."""
+    """Return the folder that has the lab's copy: this one, or the only folder in it, and so on."""
     inner = folder
     while not _has_copy(inner, lab):
         folders = [p for p in inner.iterdir() if p.is_dir() and not (p.is_symlink() or _is_clutter(p.name))]
@@ -113,7 +113,7 @@ def _with_copy(folder: Path, lab: Lab) -> Path:
 
 
 def _is_clutter(name: str) -> bool:
-    """Whether a file or folder is a system's own, such as macOS adds to an archive."""
+    """Return whether a file or folder was added by a system, as macOS does to archives."""
     return name.startswith(".") or name == "__MACOSX"
 
 
@@ -124,7 +124,7 @@ def _check_size(sizes: list[int]) -> None:
 
 def _unpack_tar(file: Path, target: Path) -> None:
     with tarfile.open(file) as archive:
-        # A link is of no use here: the one to the tutor, which older packs have, leads to nowhere.
+        # Links are not needed here: the link to the tutor in older packs points to nothing.
         members = [member for member in archive if member.isfile() or member.isdir()]
         members = [m for m in members if not any(map(_is_clutter, PurePosixPath(m.name).parts))]
         _check_size([member.size for member in members])
@@ -163,7 +163,7 @@ def grade_one(lab: Lab, student: str, work: Path, target: Path, args: argparse.N
 
 
 def _by_judge(lab: Lab, work: Path, args: argparse.Namespace) -> Report:
-    """Have the first free judge make a report; a judge that has begun serves one student after another."""
+    """Let the first free judge make a report; a running judge serves one student after another."""
     judge = args.judges.get()
     try:
         judge.deadline = time.monotonic() + STUDENT_SECONDS
@@ -176,7 +176,7 @@ def _by_judge(lab: Lab, work: Path, args: argparse.Namespace) -> Report:
 
 
 def _in_container(lab: Lab, work: Path, args: argparse.Namespace) -> Report:
-    """Run the grader in a container, which reads the reference's values and writes a report.
+    """Run the grader in a container. It reads the reference's values and writes a report.
 
     Raises:
         JudgeError: there are no marks.
@@ -206,10 +206,10 @@ def _run(command: list[str], values: str, name: str) -> None:
 
 
 def received_in(file: Path) -> dict[str, datetime]:
-    """When each student's submission came: the columns `student` and `received` of a table.
+    """Read when each submission arrived, from the columns `student` and `received` of a table.
 
     Raises:
-        ValueError: a time is none, or has no time zone.
+        ValueError: a time cannot be read, or has no time zone.
     """
     with file.open(newline="", encoding="utf-8") as table:
         return {row["student"]: moment(row["received"]) for row in csv.DictReader(table)}
@@ -222,10 +222,10 @@ def charge_lateness(
     policy: Policy,
     take_free_days: Callable[[str, int], int],
 ) -> None:
-    """Take off a row's points what its student's lateness costs; one without a time is named.
+    """Subtract the points that lateness costs from a row; the row says if the time is unknown.
 
     Args:
-        take_free_days: says how many of a student's late days cost nothing.
+        take_free_days: returns how many of a student's late days are free.
     """
     student = str(row["student"])
     if student not in received:
@@ -237,7 +237,7 @@ def charge_lateness(
 
 
 def read_summary(file: Path) -> dict[str, dict[str, object]]:
-    """Student -> row of a summary that an earlier run has written; empty where there is none."""
+    """Map each student to a row of the summary that an earlier run has written; empty if there is none."""
     if not file.is_file():
         return {}
     with file.open(newline="", encoding="utf-8") as table:
@@ -245,7 +245,7 @@ def read_summary(file: Path) -> dict[str, dict[str, object]]:
 
 
 def write_summary(file: Path, lab: Lab, rows: Iterable[dict[str, object]]) -> None:
-    """Write the summary anew, so that whoever reads it finds a whole one."""
+    """Replace the summary in one operation, so that readers always find a complete file."""
     columns = ["student", "points", "problem", "days late", "free days", "notes", "whole_stage"]
     columns += [column for exercise in lab.exercises for column in (exercise.id, f"{exercise.id} seconds")]
     unfinished = file.with_suffix(".part")
@@ -257,7 +257,7 @@ def write_summary(file: Path, lab: Lab, rows: Iterable[dict[str, object]]) -> No
 
 
 def grade_all(lab: Lab, works: dict[str, Path], results: Path, args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Grade students, `args.jobs` at a time; yields each one's row when it is done, and prints how far it is."""
+    """Grade students, `args.jobs` at a time; yield each row when it is done, and print the progress."""
     begin, args.judges = time.monotonic(), SimpleQueue()
     walls = () if args.container else sandbox.walls()
     with ThreadPoolExecutor(args.jobs) as pool, ExitStack() as stack:

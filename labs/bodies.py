@@ -1,8 +1,8 @@
 """Find the body of a function in a file's text, and put another in its place.
 
-Only the lines of the body change. Everything else stays byte for byte, with decorators, signature, docstring and the
-comments in them: they are the specification that the learner works from. Python is read with `ast`; in C++ and CUDA a
-definition is a name, a parameter list and a brace, and its body ends at the brace that matches.
+Only the lines of the body change. Everything else stays byte for byte, including decorators, signature, docstring and
+their comments, because these are the learner's specification. Python is read with `ast`; in C++ and CUDA a definition
+is a name, a parameter list and a brace, and its body ends at the brace that matches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BodyNotFound(LookupError):
 
 @dataclass(frozen=True)
 class Span:
-    """Where a function stands: character offsets into the text.
+    """The position of a function: character offsets into the text.
 
     Attributes:
         start, end: of the whole definition; in Python with its decorators, in C++ from the name on.
@@ -36,15 +36,15 @@ class Span:
 
 
 def find(text: str, name: str, path: str) -> Span:
-    """Where the function `name` (`function` or `Class.method`) is defined in the text of `path`."""
+    """Find where the function `name` (`function` or `Class.method`) is defined in the text of `path`."""
     return _find_python(text, name) if path.endswith(".py") else _find_braces(text, name)
 
 
 def stub(text: str, name: str, path: str, message: str) -> str:
-    """The text with the function's body replaced by one that fails with `message`.
+    """Return the text with the function's body replaced by one that fails with `message`.
 
     Python raises `NotImplementedError`, and so does C++ called from Python. In CUDA it is a compile-time error: a
-    kernel cannot raise, and what it prints before it gives up is often lost.
+    kernel cannot raise, and its output is often lost when it fails.
     """
     span = find(text, name, path)
     body = f"{span.indent}{stub_statement(path, message)}\n"
@@ -52,7 +52,7 @@ def stub(text: str, name: str, path: str, message: str) -> str:
 
 
 def stub_statement(path: str, message: str) -> str:
-    """The statement that stands for a missing body."""
+    """Return the statement that replaces a missing body."""
     if path.endswith(".py"):
         return f'raise NotImplementedError("{message}")'
     if path.endswith((".cu", ".cuh")):
@@ -61,21 +61,21 @@ def stub_statement(path: str, message: str) -> str:
 
 
 def transplant(text: str, donor: str, name: str, path: str) -> str:
-    """The text with the function's body taken from another version of the file."""
+    """Return the text with the function's body from another version of the file."""
     here, there = find(text, name, path), find(donor, name, path)
     return text[: here.body_start] + donor[there.body_start : there.body_end] + text[here.body_end :]
 
 
 def definition(text: str, name: str, path: str) -> str:
-    """The whole function as it stands in the text."""
+    """Return the whole function as it is in the text."""
     span = find(text, name, path)
     return text[span.start : span.end]
 
 
 def find_in_broken(text: str, name: str) -> tuple[int, int]:
-    """Offsets of a Python function in a file that does not parse, by its indentation alone.
+    """Find a Python function in a file that does not parse, by its indentation; return its offsets.
 
-    It ends where a later line is indented no deeper, so a syntax error elsewhere in the file does not matter.
+    The function ends where a later line is indented no deeper, so a syntax error elsewhere in the file does not matter.
     """
     lines = text.splitlines(keepends=True)
     found = [i for i, line in enumerate(lines) if re.match(rf"\s*def {name.split('.')[-1]}\(", line)]
@@ -114,13 +114,13 @@ def _find_python(text: str, name: str) -> Span:
     else:
         before_body = _signature_end(text, scope.lineno)
     if before_body >= scope.end_lineno:
-        raise BodyNotFound(f"{name} has no body of its own")
+        raise BodyNotFound(f"{name} has no separate body")
     indent = " " * scope.body[0].col_offset
     return Span(starts[first - 1], starts[scope.end_lineno], starts[before_body], starts[scope.end_lineno], indent)
 
 
 def _signature_end(text: str, lineno: int) -> int:
-    """The last line of the `def` statement that starts at `lineno`."""
+    """Return the last line of the `def` statement that starts at `lineno`."""
     lines = text.splitlines(keepends=True)[lineno - 1 :]
     for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
         if token.type == tokenize.NEWLINE:
@@ -144,7 +144,7 @@ def _find_braces(text: str, name: str) -> Span:
 
 
 def _matching(code: str, at: int, pair: str) -> int:
-    """The offset just behind the bracket that closes the one at `at`."""
+    """Return the offset after the bracket that closes the one at `at`."""
     depth = 0
     for offset in range(at, len(code)):
         depth += (code[offset] == pair[0]) - (code[offset] == pair[1])
@@ -154,6 +154,6 @@ def _matching(code: str, at: int, pair: str) -> int:
 
 
 def _blank_comments_and_strings(text: str) -> str:
-    """The same text with spaces for what is not code, so that a brace in a comment counts for nothing."""
+    """Replace everything that is not code by spaces, so that a brace in a comment does not count."""
     pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\''
     return re.sub(pattern, lambda match: re.sub(r"[^\n]", " ", match.group()), text, flags=re.DOTALL)

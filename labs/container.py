@@ -1,9 +1,9 @@
-"""The command that grades one submission in a container, and what it may reach there.
+"""Build the command that grades one submission in a container, and limit what it can reach.
 
-The container has no network, a file system that cannot be written to but for a folder in memory, and limits of memory,
-processes and time. It is root's inside, with the few rights that a grader needs to run answers as a user who owns
-nothing (`sandbox.become_nobody`): root alone reads the reference and writes the marks. The submission is mounted
-without the right to write; the folder for the marks is this student's alone.
+The container has no network, a read-only file system except a folder in memory, and limits of memory, processes and
+time. The grader runs as root inside, with only the rights that it needs to run answers as a user who owns nothing
+(`sandbox.become_nobody`): only root reads the reference and writes the marks. The submission is mounted read-only; each
+student has a separate folder for the marks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def command(
     seconds: float,
     options: list[str],
 ) -> list[str]:
-    """What to run, the name of docker's command line first.
+    """Return the command line, beginning with the name of docker's program.
 
     Args:
         name: of the container, to end it by.
         work: the submission.
         results: an empty folder of this student's, where `MARKS` will be.
-        seconds: after which it is ended from inside.
-        options: of `labs.grade`, besides those for the paths above.
+        seconds: after this time it ends itself.
+        options: for `labs.grade`, except the paths above.
     """
     words = ["docker", "run", "--rm", "--interactive", "--name", name, "--network", "none", "--read-only"]
     words += ["--tmpfs", f"/tmp:rw,exec,mode=1777,size={SCRATCH}"]

@@ -1,7 +1,7 @@
-"""Run the drivers of a lab, `labs/tests/test_lab_x.py`, beside an answer, and send what they find.
+"""Run the drivers of a lab, `labs/tests/test_lab_x.py`, on an answer, and send the values that they yield.
 
 A driver makes inputs, calls an exercise and yields labelled values. It knows no expected value: the judge runs the same
-driver on the reference elsewhere and compares (`values.py`). So nothing here decides anything.
+driver on the reference elsewhere and compares (`values.py`). So no decision is made here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 Send = Callable[[dict[str, object]], object]
-numbers = random.Random(0)  # of the driver that runs: the same for the same seed and test
+numbers = random.Random(0)  # random numbers of the running driver: the same for the same seed and test
 MOST_FRAMES = 30
 
 
@@ -32,9 +32,8 @@ class Compared:
     """A value with the way in which it is compared.
 
     Args:
-        value: what came.
-        how: `atol` and `rtol` of its numbers; or `error`, the relative error of a whole tensor; or `least` and `most`,
-            the limits in which it may be; or `unsaid`, if no reason may give it away.
+        value: the value. how: `atol` and `rtol` of its numbers; or `error`, the relative error of a whole tensor; or
+        `least` and `most`, its limits; or `unsaid`, if no reason may contain it.
     """
 
     def __init__(self, value: object, **how: float) -> None:
@@ -47,17 +46,17 @@ def close(value: object, atol: float = 1e-4, rtol: float = 1e-4) -> Compared:
 
 
 def unsaid(value: object) -> Compared:
-    """A value that a reason does not give away."""
+    """A value that no reason may contain."""
     return Compared(value, unsaid=1)
 
 
 def near(value: torch.Tensor, error: float) -> Compared:
-    """A tensor whose relative error, of all of it together, is at most `error`."""
+    """A tensor whose total relative error is at most `error`."""
     return Compared(value, error=error)
 
 
 def error_of(call: Callable[[], object], *expected: type[BaseException]) -> str:
-    """The name of the expected error that a call raises; "" if it raises none. Other errors go on."""
+    """Return the name of the expected error that a call raises, "" if it raises none. Other errors propagate."""
     try:
         call()
     except expected as error:
@@ -66,7 +65,7 @@ def error_of(call: Callable[[], object], *expected: type[BaseException]) -> str:
 
 
 def plain(value: object) -> object:
-    """A value as JSON can say it: numbers, texts, lists, and tensors as their dtype, shape and numbers."""
+    """Convert a value to JSON: numbers, texts, lists, and tensors as dtype, shape and numbers."""
     if isinstance(value, torch.Tensor):
         kept = value.detach().cpu()
         listed = (kept.float() if kept.element_size() < 2 and kept.is_floating_point() else kept).flatten().tolist()
@@ -85,7 +84,7 @@ def plain(value: object) -> object:
 
 
 def tests_of(module: ModuleType, classes: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Iterator]]]:
-    """The tests of some classes, in the order in which they are written, each with its name."""
+    """Return the tests of some classes with their names, in the order in which they are written."""
     for name in classes:
         cls = getattr(module, name)
         for test in [name for name in vars(cls) if name.startswith("test_")]:
@@ -93,7 +92,7 @@ def tests_of(module: ModuleType, classes: tuple[str, ...]) -> Iterator[tuple[str
 
 
 def run(module: ModuleType, classes: tuple[str, ...], seed: int, send: Send) -> None:
-    """Run tests; a test that fails does not keep the others from running."""
+    """Run tests; the others run even if one fails."""
     for name, test in tests_of(module, classes):
         send({"test": name})
         numbers.seed(f"{seed} {name}")
@@ -114,13 +113,13 @@ def run(module: ModuleType, classes: tuple[str, ...], seed: int, send: Send) -> 
 
 
 def text_of(error: BaseException) -> str:
-    """One line about an error; what a driver asserts speaks for itself."""
+    """Describe an error in one line; a driver's assertion is shown as it is."""
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if isinstance(error, AssertionError) and lines[0] else f"{type(error).__name__}: {lines[0]}"
 
 
 def frames_of(error: BaseException) -> list[list[object]]:
-    """Where an error passed through this tree, as file and line, the innermost first."""
+    """Return the files and lines of this tree in an error's traceback, the innermost first."""
     root = Path(__file__).resolve().parent.parent
     found = []
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -131,7 +130,7 @@ def frames_of(error: BaseException) -> list[list[object]]:
 
 
 def run_pytest(file: Path, send: Send) -> None:
-    """Run a learner's test file; sends whether it passed, and the first error."""
+    """Run a learner's test file; send whether it passed, and the first error."""
     import pytest
 
     class First:

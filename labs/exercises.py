@@ -21,7 +21,7 @@ STAGES = (
     "stage_f_graph_tp",
     "beyond",
 )
-WHOLE = ("TestWholeStage",)  # runs the learner's whole stage with nothing exchanged
+WHOLE = ("TestWholeStage",)  # runs the learner's whole stage as it is
 VARIED = "abcdefl"  # labs whose exercise 0 is a variant of the stage's program
 
 
@@ -38,8 +38,8 @@ class Exercise:
         hints: where to look when stuck, each saying more than the one before.
         tests: the classes of the lab's driver that judge it.
         needs: other exercises of the lab whose functions these classes run.
-        slow: texts of the function and what each becomes in the starter, where the learner gets a slow body, not none.
-        prefix: the folder in the learner's that holds the lab's copies; "" is that folder itself.
+        slow: replacements of the function's text in the starter, if the learner gets a slow body instead of none.
+        prefix: the folder within the learner's folder that has the lab's copies; "" is that folder itself.
     """
 
     id: str
@@ -60,11 +60,11 @@ class Exercise:
 
     @property
     def message(self) -> str:
-        """What the missing body says when it is called."""
+        """Return the error message of a missing body."""
         return f"Lab {self.id}: {self.title}"
 
     def starter_text(self, text: str) -> str:
-        """The file's text as the learner gets it: without the function's body, or with a slow one."""
+        """Return the file's text for the learner: without the function's body, or with a slow one."""
         if not self.slow:
             return bodies.stub(text, self.name, self.path, self.message)
         span = bodies.find(text, self.name, self.path)
@@ -76,7 +76,7 @@ class Exercise:
         return text[: span.body_start] + body + text[span.body_end :]
 
     def is_stub(self, body: str) -> bool:
-        """Whether a body is still the one that `make lab-x` wrote."""
+        """Return whether a body is still the one that `make lab-x` wrote."""
         if not self.slow:
             return body.strip() == bodies.stub_statement(self.path, self.message)
         given = self.starter_text(self.reference.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ class Exercise:
 
     @property
     def is_break_it(self) -> bool:
-        """Whether the learner writes a test here, and not a part of an engine."""
+        """Return whether the learner writes a test here, and not a part of an engine."""
         return self.path.startswith("labs/break_it/")
 
     @property
@@ -101,7 +101,7 @@ class Exercise:
         return ROOT / self.path
 
     def copy_in(self, work: Path) -> Path:
-        """The learner's file."""
+        """Return the path of the learner's file."""
         return work / self.prefix / self.path.removeprefix("labs/")
 
 
@@ -124,7 +124,7 @@ class Lab:
     prefix: str = ""
 
     def copy_of(self, path: str, work: Path) -> Path:
-        """Where the learner's copy of a file or folder of the repository is."""
+        """Return the path of the learner's copy of a file or folder of the repository."""
         return work / self.prefix / path.removeprefix("labs/")
 
     @property
@@ -138,7 +138,7 @@ class Lab:
 
 @cache
 def load_labs() -> dict[str, Lab]:
-    """All labs by letter."""
+    """Read all labs, by letter."""
     labs = {}
     for letter, entry in tomllib.loads((LABS / "exercises.toml").read_text(encoding="utf-8")).items():
         exercises = []
@@ -158,5 +158,5 @@ def all_exercises() -> list[Exercise]:
 
 
 def exercise_of(identity: str) -> Exercise:
-    """The exercise with this id, in capitals or not."""
+    """Return the exercise with this id, in upper or lower case."""
     return next(exercise for exercise in all_exercises() if exercise.id == identity.upper())

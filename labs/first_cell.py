@@ -1,9 +1,9 @@
-"""What the first cell of every notebook does: find the course or clone it, and install what is missing.
+"""Find the course or clone it, and install missing packages, in the first cell of every notebook.
 
-A notebook is opened in JupyterLab, in VS Code or in Colab, which has the notebook and nothing else. So the text of its
-first cell, `FIRST_CELL`, needs Python alone; when it has the course, it calls `prepare`. Whoever publishes the course
-writes its address here, into `REPOSITORY`, and runs `python -m labs.notebook`: then all notebooks have it, and below
-their titles a badge that opens them in Colab.
+A notebook is opened in JupyterLab, in VS Code or in Colab, which has only the notebook. So the text of its first cell,
+`FIRST_CELL`, needs only Python; when it has the course, it calls `prepare`. To publish the course, write its address
+here, into `REPOSITORY`, and run `python -m labs.notebook`: then all notebooks have it, and a badge below their titles
+that opens them in Colab.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ BADGE = re.compile(r"\n\n\[!\[Open in Colab\]\([^)]*\)\]\([^)]*\)")
 
 
 def prepare(folder: str) -> None:
-    """Go to a folder of the course, let Python find what is there, and install the packages that are missing.
+    """Change to a folder of the course, put it on Python's path, and install missing packages.
 
     Raises:
-        subprocess.CalledProcessError: pip could not install them; its own words are above.
+        subprocess.CalledProcessError: pip could not install them; its output is above.
     """
     os.chdir(ROOT / folder)
     sys.path.insert(0, str(ROOT / folder))
@@ -66,7 +66,7 @@ def prepare(folder: str) -> None:
 
 
 def lacks_packages() -> bool:
-    """Whether a package is missing, or is too old; nothing is imported, so that a newer one can still be."""
+    """Return whether a package is missing or too old. It imports none, so a newer one can still be installed."""
     try:
         return not all(map(find_spec, NEEDED)) or int(version("transformers").partition(".")[0]) < 5
     except PackageNotFoundError:
@@ -74,7 +74,7 @@ def lacks_packages() -> bool:
 
 
 def leave_out_old_gpu() -> str:
-    """Hide GPUs that Triton has no kernels for from this process and those that it starts; returns what to say of it.
+    """Hide GPUs without Triton kernels from this process and its children; return the message about it.
 
     Must be called before PyTorch looks for a GPU.
     """
@@ -95,7 +95,7 @@ def leave_out_old_gpu() -> str:
 
 
 def with_address(cell: str, repository: str) -> str:
-    """Return a cell in which the course's address is this one."""
+    """Return the cell with this address of the course."""
     return ADDRESS.sub(f'REPOSITORY = "{repository}"', cell)
 
 
@@ -105,7 +105,7 @@ def with_badge(text: str, file: Path, repository: str) -> str:
     Args:
         text: begins with the title.
         file: of the notebook, relative to the course's root.
-        repository: `https://github.com/owner/name`; "": no badge, because Colab could open nothing.
+        repository: `https://github.com/owner/name`; "": no badge, because Colab would have nothing to open.
     """
     text = BADGE.sub("", text, count=1)
     if not repository:

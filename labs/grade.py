@@ -6,9 +6,9 @@
     python -m labs.grade d --seed 7             (make grade-d SEED=7): other inputs
     python -m labs.grade d --json results.json --form gradescope --sandbox
 
-Of the learner's copy only the functions of the exercises are taken (`submission.py`), each into a folder and a process
-of its own (`tree.py`, `judge.py`). The lab's driver runs there and says which values it finds. It runs on the reference
-too, and this process, in which nothing of a submission runs, compares the two (`values.py`).
+Only the functions of the exercises are taken from the learner's copy (`submission.py`), each into a separate folder and
+process (`tree.py`, `judge.py`). The lab's driver runs there and sends the values that it finds. It also runs on the
+reference. This process, which runs nothing of a submission, compares the two (`values.py`).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from labs.report import FORMS, Mark, Report, hash_of_tests, mark_for, write_json
 from labs.submission import Answer, Unusable, changes_in_given_code, intruders, read_answer
 from stage_a_naive.entrypoints.interrupts import run_command
 
-RECORDED = LABS / "values"  # of the reference, in an edition that has none
-SECONDS = 120.0  # in which a driver must send something
+RECORDED = LABS / "values"  # values of the reference, for an edition without it
+SECONDS = 120.0  # seconds in which a driver must send something
 SILENCE = 300.0  # seconds that the judge may need for its imports, and beyond a driver's time
 # `-I`: no variable of the caller's, no folder of the user's, no current folder on Python's path.
 START = "import sys; sys.path.insert(0, {root!r}); from labs import judge; {call}"
 
 
 class JudgeError(RuntimeError):
-    """The judge could not begin, or no answer is to blame for its end."""
+    """The judge could not start, or ended without an answer being the cause."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a job: the lines that it sent, how it ended, and where the learner's lines are in its folder."""
+    """The result of a job: the lines that it sent, how it ended, and where the learner's lines are in its folder."""
 
     lines: list[str]
     ended: str
@@ -59,16 +59,16 @@ class Outcome:
 
 
 class Judge:
-    """The process of `judge.py`, which is started when it is needed, and again when an answer has ended it.
+    """The process of `judge.py`, started when needed, and started again after an answer has ended it.
 
     Args:
-        walls: what each answer is kept apart by (`sandbox.walls`).
+        walls: the means that isolate each answer (`sandbox.walls`).
         seed: of the drivers' inputs.
         recorded: what drivers sent on the reference with this seed, by class; more is added.
         seconds: in which a driver must send something.
 
     Attributes:
-        deadline: of the monotonic clock, after which it runs nothing more.
+        deadline: on the monotonic clock; after it, no job is started.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Judge:
         self._log.close()
 
     def _stop(self) -> str:
-        """End the process; returns how it ended."""
+        """End the process; return how it ended."""
         if self._process is None:
             return ""
         process, self._process = self._process, None
@@ -112,11 +112,11 @@ class Judge:
         change: Callable[[Path], None] | None = None,
         work: Path | None = None,
     ) -> Iterator[tuple[Job, list[tree.Place]]]:
-        """A folder in which these answers run, while the block runs.
+        """Provide a folder in which these answers run, while the block runs.
 
         Args:
             change: changes the folder's copy of the repository.
-            work: what namespaces hide besides the reference.
+            work: a folder that namespaces hide in addition to the reference.
         """
         folder = Path(tempfile.mkdtemp(prefix="six-engines-job-"))
         try:
@@ -130,10 +130,10 @@ class Judge:
             shutil.rmtree(folder, ignore_errors=True)
 
     def run(self, lab: Lab, classes: tuple[str, ...], answers: list[Answer], **options: object) -> Outcome:
-        """Run a lab's driver on answers; without one, on the reference. The arguments are those of `job`.
+        """Run a lab's driver on answers, or without answers on the reference. Takes the arguments of `job`.
 
         Raises:
-            JudgeError: the judge ended before its first job, or in one of the reference's; or there is no time left.
+            JudgeError: the judge ended before its first job or in a job of the reference, or no time is left.
         """
         if time.monotonic() > self.deadline:
             raise JudgeError("there was no time left")
@@ -167,7 +167,7 @@ class Judge:
             return Outcome(lines, f"not allowed: it took the judge down ({end})", places)
 
     def expected(self, lab: Lab, classes: tuple[str, ...]) -> list[values.Test]:
-        """What the driver sends on the reference."""
+        """Return what the driver sends on the reference."""
         if any(f"{lab.letter}.{name}" not in self.recorded for name in classes):
             if any(tree.is_left_out(exercise) for exercise in lab.exercises):
                 raise JudgeError(
@@ -190,7 +190,7 @@ class Judge:
             only: ids of exercises; None is all, and the whole stage.
 
         Raises:
-            JudgeError: there is no copy, or no answer is to blame for an end.
+            JudgeError: there is no copy, or the judge ended without an answer being the cause.
         """
         copy = lab.copy_of(lab.package.replace(".", "/"), work)
         if not copy.is_dir():
@@ -212,7 +212,7 @@ class Judge:
         return report
 
     def enter(self, mark: Mark, lab: Lab, exercises: list[Exercise], work: Path) -> None:
-        """Fill in a mark: passed if every value is that of the reference, else the first that is not says why.
+        """Fill in a mark: passed if every value equals the reference's; otherwise the first difference is the reason.
 
         Args:
             exercises: one, or all of the lab for its whole stage.
@@ -264,7 +264,7 @@ class Judge:
 
 
 def _reason(expected: values.Test, got: values.Test | None, outcome: Outcome, found: list[values.Test]) -> str:
-    """Why a test has failed, with the learner's line where it came to light."""
+    """Return why a test has failed, with the learner's line where it showed."""
     if found and not found[-1].name:
         return values.NO_DRIVER
     if got is None or got.name != expected.name or (not got.ended and not got.error):
@@ -280,7 +280,7 @@ def _reason(expected: values.Test, got: values.Test | None, outcome: Outcome, fo
 
 
 def _lines_of(process: subprocess.Popen[bytes], patience: float) -> Iterator[bytes]:
-    """What a process writes until it ends; one that is silent for `patience` seconds is killed."""
+    """Yield a process's lines until it ends; kill it if it is silent for `patience` seconds."""
     rest = b""
     while select.select([process.stdout], [], [], patience)[0]:
         data = os.read(process.stdout.fileno(), 1 << 16)
@@ -292,9 +292,9 @@ def _lines_of(process: subprocess.Popen[bytes], patience: float) -> Iterator[byt
 
 
 def unseen(work: Path | None) -> tuple[str, ...]:
-    """The folders that an answer must not see: the reference's, and the submission's.
+    """Return the folders that an answer must not see: the reference's and the submission's.
 
-    The tutor, what was compiled, and Python itself stay.
+    The tutor, compiled files and Python itself stay visible.
     """
     needed = [Path(sys.prefix).resolve(), ROOT / "models", Path(_environment()["SIX_ENGINES_BUILD"])]
     found = [folder for folder in ROOT.iterdir() if folder.is_dir()]
@@ -310,7 +310,7 @@ def grade(lab: Lab, work: Path = WORK, only: list[str] | None = None, **options:
 
 @cache
 def values_of(lab: Lab, seed: int) -> dict[str, list[str]]:
-    """What the lab's drivers send on the reference, by class."""
+    """Return what the lab's drivers send on the reference, by class."""
     with Judge(seed) as judge:
         for exercise in lab.exercises:
             if not exercise.is_break_it and not (no_triton.needs(exercise) and no_triton.is_missing()):
@@ -320,7 +320,7 @@ def values_of(lab: Lab, seed: int) -> dict[str, list[str]]:
 
 
 def _before_judging(exercise: Exercise, work: Path) -> tuple[str, str]:
-    """State and reason of an exercise whose verdict is clear without running it."""
+    """Return state and reason of an exercise that can be judged without running it."""
     try:
         if read_answer(exercise, work) is None:
             return "not started", exercise.message
@@ -370,7 +370,7 @@ def _chosen(lab: Lab, only: str | None) -> list[str] | None:
 
 
 def _recorded(lab: Lab, seed: int) -> dict[str, list[str]] | None:
-    """What was recorded of the reference, where an edition has it; it is that of seed 0."""
+    """Read the reference's recorded values for seed 0, if an edition has them."""
     file = RECORDED / f"{lab.letter}.json"
     return json.loads(file.read_text(encoding="utf-8")) if seed == 0 and file.is_file() else None
 
@@ -429,7 +429,7 @@ def main(argv: list[str] | None = None) -> int:
     for mark in report.marks:
         mark.partial = args.partial
     print(report)
-    if not args.json:  # who wants the marks elsewhere may not be able to write here
+    if not args.json:  # if the marks go elsewhere, this folder may be read-only
         progress.remember(report, args.work)
     if args.json or only is None:
         write_json(report, args.json or args.work / f"grade-{lab.letter}.json", args.form)

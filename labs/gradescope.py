@@ -1,13 +1,13 @@
-"""The autograder for Gradescope: one command packs it, and it grades there with the answers kept apart.
+"""Pack and run the autograder for Gradescope, which isolates the answers.
 
     python -m labs.gradescope pack d autograder.zip
     python -m labs.gradescope run                      what the packed `run_autograder` calls
 
 Gradescope runs a submission as root in a container with a network, so `run` closes the autograder's sources, the
-metadata and the results to all others and lets each answer run as a user who owns nothing (`sandbox.become_nobody`).
-Every grading has other inputs, so that what it says helps with no later one. It reads the times of hand-in and deadline
-in `submission_metadata.json`, a group's as one submission. The format of files and folders is that of
-https://gradescope-autograders.readthedocs.io/.
+metadata and the results to all other users and lets each answer run as a user who owns nothing
+(`sandbox.become_nobody`). Every grading has new inputs, so its output does not help in a later one. It reads the times
+of submission and deadline from `submission_metadata.json`; a group is one submission. The format of files and folders
+is defined at https://gradescope-autograders.readthedocs.io/.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from labs.lateness import Policy, moment
 from labs.report import commit
 from stage_a_naive.entrypoints.interrupts import run_command
 
-PLACE = Path("/autograder")  # where Gradescope has everything
+PLACE = Path("/autograder")  # Gradescope's folder
 SETTINGS = "settings.json"
-# What grading needs of the repository.
+# The files of the repository that grading needs.
 FOLDERS = ("stage_*", "beyond", "csrc", "labs", "models", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 LEFT_OUT = {"__pycache__", "work", "pack", "notebooks", "build"}
 # Gradescope's image has Python 3.10 and its home is root's alone: another Python, where every user may read it.
@@ -68,14 +68,14 @@ def pack(letter: str, target: Path, policy: Policy) -> None:
 
 
 def days_late(metadata: dict, policy: Policy) -> int:
-    """The days that a submission came late; of a group's deadlines, which may be extended, the last one counts."""
+    """Return how many days late a submission is; the latest of a group's deadlines, extensions included, counts."""
     own = [user["assignment"] for user in metadata.get("users", []) if "assignment" in user]
     dues = [entry["due_date"] for entry in [metadata["assignment"], *own] if entry.get("due_date")]
     return policy.days_late(moment(metadata["created_at"]), max(map(moment, dues))) if dues else 0
 
 
 def results_of(place: Path) -> dict[str, object]:
-    """Grade what is in Gradescope's folders; returns what `results.json` holds."""
+    """Grade the submission in Gradescope's folders; return the content of `results.json`."""
     source, results = place / "source", place / "results"
     settings = json.loads((source / SETTINGS).read_text(encoding="utf-8"))
     metadata = json.loads((place / "submission_metadata.json").read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ FILE = "hints.json"  # how many were given, by exercise
 
 
 def next_hints(exercise_id: str, work: Path = WORK) -> list[str]:
-    """The hints given so far and one more, if there is one.
+    """Return the hints given so far and one more, if there is one.
 
     Raises:
         ValueError: there is no such exercise.

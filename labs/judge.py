@@ -1,11 +1,12 @@
-"""Run answers, each in a process of its own, and hand on what they send.
+"""Run answers, each in a separate process, and forward what they send.
 
 `labs.grade` starts this as `python -I` and gives it one job after another, each a folder (`tree.py`). It has imported
-PyTorch and its like, and nothing of this repository's engines. For a job it forks: the child has its own process group,
-limits of time, memory and output, what walls there are (`sandbox.py`), and one pipe. It imports the driver from the
-job's folder, so that the reference's body of the judged function is neither in its memory nor in its folder.
+PyTorch and similar packages, but none of this repository's engines. It forks for each job: the child has a separate
+process group, limits of time, memory and output, the available isolation (`sandbox.py`), and one pipe. It imports the
+driver from the job's folder, so that the reference's body of the judged function is neither in its memory nor in its
+folder.
 
-Nothing that comes out of the pipe is believed: the grader compares it with what the reference gives.
+Nothing from the pipe is trusted: the grader compares it with the reference's values.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from typing import BinaryIO
 from labs import sandbox
 
 MEMORY = 12 << 30  # bytes of data that a job may have
-FILE_BYTES = 64 << 20  # that a file which a job writes may have, what it prints included
+FILE_BYTES = 64 << 20  # bytes of each file that a job writes, its output included
 REPORT_BYTES = 32 << 20  # that a job may send
-TAIL_BYTES = 1 << 16  # of what a job has printed, where the reason of its end is looked for
+TAIL_BYTES = 1 << 16  # bytes of a job's output in which the reason of its end is searched
 MOST_SILENCES = 10  # a job has this many times the seconds in which something must come
 HUNG = "ran longer than"  # how the reason begins
 SPOKE = "not allowed: it wrote more than its values"
@@ -49,15 +50,15 @@ WARM = (
 
 @dataclass(frozen=True)
 class Job:
-    """What runs in one process.
+    """The work of one process.
 
     Attributes:
-        folder: has `tree`, which is imported from, and `scratch`, which may be written to.
+        folder: has `tree`, from which the job imports, and `scratch`, to which it may write.
         letter: the lab whose driver runs.
         classes: of the driver; none runs `test_break.py` of the tree by pytest.
         seconds: in which something must come.
-        walls: what it is kept apart by (`sandbox.walls`).
-        hidden: folders that it must not see where there are namespaces.
+        walls: the means that isolate it (`sandbox.walls`).
+        hidden: folders that it must not see, if there are namespaces.
     """
 
     folder: str
@@ -70,7 +71,7 @@ class Job:
 
 
 def run(job: Job, shown: bool = False) -> None:
-    """Run a job's driver in this process, which sends to descriptor 3, or shows where `shown`."""
+    """Run a job's driver in this process; it sends to descriptor 3, or prints if `shown`."""
     tree = Path(job.folder, "tree")
     for name in [name for name in sys.modules if name.split(".")[0] in ("labs", "stage_a_naive")]:
         del sys.modules[name]
@@ -87,14 +88,14 @@ def run(job: Job, shown: bool = False) -> None:
         driving.run_pytest(tree / "test_break.py", send)
         return
     torch = importlib.import_module("torch")
-    torch.manual_seed(job.seed)  # for modules that draw numbers when they are imported
+    torch.manual_seed(job.seed)  # for modules that use random numbers when they are imported
     no_triton, name = importlib.import_module("labs.no_triton"), f"labs.tests.test_lab_{job.letter}"
     no_triton.import_module(name)
     driving.run(sys.modules[name], job.classes, job.seed, send)
 
 
 def start(job: Job, user: int) -> tuple[int, int, BinaryIO]:
-    """Fork for a job; returns the process, the end of the pipe where its lines come, and what it prints."""
+    """Fork for a job; return the process, the pipe from which its lines are read, and its output."""
     receiver, sender = os.pipe()
     log = (Path(job.folder) / "log").open("w+b")
     child = os.fork()
@@ -105,7 +106,7 @@ def start(job: Job, user: int) -> tuple[int, int, BinaryIO]:
 
 
 def supervise(job: Job, user: int) -> Iterator[dict[str, object]]:
-    """Run a job; yields each line that it sends, and at last how it ended, when nothing of it runs any more."""
+    """Run a job; yield each line that it sends, and when all of its processes have ended, how it ended."""
     child, receiver, log = start(job, user)
     begin = last = time.monotonic()
     ended, rest, size = f"{HUNG} {job.seconds:.0f} s: an endless loop?", b"", 0
@@ -121,7 +122,7 @@ def supervise(job: Job, user: int) -> Iterator[dict[str, object]]:
         for line in lines:
             last = time.monotonic()
             yield {"line": line.decode(errors="replace")}
-        if has_left or (ready and not data):  # a process that it has left behind may keep the pipe open
+        if has_left or (ready and not data):  # a process that it left behind may keep the pipe open
             ended = ""
             break
     status = _end(child, patience=0.5)
@@ -157,7 +158,7 @@ def _be_the_child(job: Job, sender: int, log: int, user: int) -> None:
 
 
 def _keep_to(job: Job, user: int) -> None:
-    """Have this process write to its scratch folder alone; what was compiled before can be used, and not changed."""
+    """Let this process write only to its scratch folder; files compiled before can be used, but not changed."""
     scratch = Path(job.folder, "scratch")
     os.chdir(scratch)
     if sandbox.USER in job.walls:
@@ -177,9 +178,9 @@ def _keep_to(job: Job, user: int) -> None:
 
 
 def _end(child: int, patience: float) -> int:
-    """Kill what is left of a job's processes; returns the exit status of its first.
+    """Kill a job's remaining processes; return the exit status of the first.
 
-    `patience`: seconds in which it may leave by itself, so that its status says how.
+    `patience`: seconds in which it may exit by itself, so that its exit status is known.
     """
     found, status, deadline = 0, 0, time.monotonic() + patience
     while not found and time.monotonic() < deadline:
@@ -211,7 +212,7 @@ def main() -> None:
         with contextlib.suppress(ImportError):  # without Triton
             importlib.import_module(name)
     user = sandbox.nobody()
-    gc.freeze()  # what is here already need not be looked at, and so not copied, in any fork
+    gc.freeze()  # the collector skips existing objects in forks, so their memory is not copied
     for text in iter(sys.stdin.readline, ""):
         for line in supervise(job_of(text), user):
             print(json.dumps(line), flush=True)
@@ -223,7 +224,7 @@ def job_of(text: str) -> Job:
 
 
 def show(text: str) -> None:
-    """Run a job in the foreground, with everything that it prints, for a learner to look at."""
+    """Run a job in the foreground with all of its output, for a learner."""
     job = job_of(text)
     run(job, shown=True)
     shutil.rmtree(job.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How late a submission is, and what that costs: from the times that somebody else has recorded, never the clock."""
+"""Compute how late a submission is and what that costs, from recorded times and never from the clock."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Policy:
     grace: float = 10.0
 
     def days_late(self, handed_in: datetime, due: datetime) -> int:
-        """The days that have begun since the deadline; 0 if it was kept. Both times have a time zone."""
+        """Return the days begun since the deadline, 0 if it was met. Both times have a time zone."""
         late = handed_in - due
         return 0 if late <= timedelta(minutes=self.grace) else math.ceil(late / timedelta(days=1))
 
     def share(self, days_late: int) -> float:
-        """The share of the points that is left."""
+        """Return the share of the points that is left."""
         return 0.0 if days_late > self.days else max(0.0, 1 - self.percent / 100 * days_late)
 
 
 @dataclass(frozen=True)
 class FreeDays:
-    """The late days of a course that cost nothing, which a table remembers from lab to lab.
+    """The free late days of a course, which a table stores from lab to lab.
 
     Attributes:
-        table: a file with the columns `student`, `lab` and `days`, made when it is missing; None: no day is free.
+        table: a file with the columns `student`, `lab` and `days`, created if it is missing; None: no free days.
         lab: the letter of the lab that is graded.
     """
 
@@ -50,7 +50,7 @@ class FreeDays:
     lab: str
 
     def take(self, student: str, days_late: int) -> int:
-        """Return how many of a student's late days cost nothing, and note them in the table."""
+        """Return how many of a student's late days are free, and record them in the table."""
         if self.table is None:
             return 0
         taken: dict[tuple[str, str], int] = {}
@@ -67,10 +67,10 @@ class FreeDays:
 
 
 def moment(text: str) -> datetime:
-    """A time as ISO 8601 has it, such as 2026-10-01T23:59:00+02:00.
+    """Parse a time in ISO 8601, such as 2026-10-01T23:59:00+02:00.
 
     Raises:
-        ValueError: it is none, or has no time zone.
+        ValueError: it is not a time, or has no time zone.
     """
     found = datetime.fromisoformat(text.strip())
     if found.tzinfo is None:

@@ -1,7 +1,8 @@
-"""The break-it exercises: does the learner's test tell a broken engine from the reference?
+"""The break-it exercises: does the learner's test distinguish a broken engine from the reference?
 
-The test runs on copies of the reference with the module in question compiled and its source removed: one as it is, the
-others with a bug each. Each run is a process of its own, in a random order, that says only whether the test passed.
+The test runs on copies of the reference with the module in question compiled and its source removed: one unchanged, the
+    others with one bug each. Each run is a separate process, in a random order, that reports only whether the test
+    passed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from labs import bodies
 from labs.exercises import LABS, Exercise
 
 MUTATIONS = LABS / "break_it" / "mutations.toml"
-RUNS = 3  # on each engine: a test that tosses a coin is found out
+RUNS = 3  # runs per engine: a test that passes at random is detected
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Mutation:
     put: str
 
     def apply(self, text: str) -> str:
-        """The file's text with the bug in it."""
+        """Return the file's text with the bug in it."""
         if text.count(self.find) != 1:
             raise ValueError(f"the mutation's text is {text.count(self.find)} times in {self.file}, expected once")
         return text.replace(self.find, self.put)
@@ -44,10 +45,10 @@ class Mutation:
 
 
 def load_mutations(graded: bool = True) -> dict[str, list[Mutation]]:
-    """The bugs of the break-it exercises, by the lab's letter; those of a lab are in one file.
+    """Read the bugs of the break-it exercises, by lab; a lab's bugs are all in one file.
 
     Args:
-        graded: with the last of each, which only those who grade take.
+        graded: include the last bug of each lab, which only graders use.
     """
     entries = tomllib.loads(MUTATIONS.read_text(encoding="utf-8"))
     return {
@@ -59,22 +60,21 @@ def load_mutations(graded: bool = True) -> dict[str, list[Mutation]]:
 
 
 def learners_test(exercise: Exercise, work: Path) -> str:
-    """The text of the exercise's file, of which only the test's own body is the learner's."""
+    """Return the text of the exercise's file, with the body of the test from the learner."""
     given, theirs = exercise.reference.read_text(encoding="utf-8"), exercise.copy_in(work).read_text(encoding="utf-8")
     return bodies.transplant(given, theirs, exercise.name, exercise.path)
 
 
 def why_not(mutations: list[Mutation], run: Callable[[Callable[[Path], None]], tuple[bool | None, str]]) -> str:
-    """Say why a learner's test does not tell the broken engines from the reference, "" if it does.
+    """Return why a learner's test does not distinguish the broken engines from the reference, "" if it does.
 
     Args:
-        mutations: the bugs, in one file.
-        run: runs the test on an engine, which it has changed by the function that it is given; says whether it passed,
-            or None if it did not end, and the first error.
+        mutations: the bugs, in one file. run: runs the test on an engine changed by the given function; returns whether
+        it passed, None if it did not end, and the first error.
     """
     passed: dict[int, list[bool | None]] = {number: [] for number in range(len(mutations) + 1)}
     order = [number for number in passed for _ in range(RUNS)]
-    random.SystemRandom().shuffle(order)  # no run can tell by its number which engine it is on
+    random.SystemRandom().shuffle(order)  # a run's number does not reveal its engine
     for number in order:
         mutation = mutations[number - 1]
         found, error = run(lambda tree, m=mutation, broken=number > 0: m.write(tree, broken))

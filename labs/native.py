@@ -1,7 +1,7 @@
-"""The learner's C++ and CUDA, compiled for this machine's CPU and called from tests.
+"""Compile the learner's C++ and CUDA for this machine's CPU, and call them from tests.
 
-CUDA sources are compiled as C++ against `csrc/emulator`, which runs each thread of a block as a fiber; of their text
-only two things have to change, the launch syntax and `extern __shared__`.
+CUDA sources are compiled as C++ against `csrc/emulator`, which runs each thread of a block as a fiber; only two things
+in their text have to change, the launch syntax and `extern __shared__`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CSRC = ROOT / "csrc"
 EMULATOR = CSRC / "emulator"
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-# What is changed in mini.cu: its random numbers have a seed, and it prints its rows.
+# Changes in mini.cu: its random numbers have a seed, and it prints its rows.
 MINI = [
     ("uint32_t state = 1;", 'uint32_t state = std::strtoul(std::getenv("MINI_SEED"), nullptr, 10);'),
     (
@@ -42,7 +42,7 @@ class NativeError(RuntimeError):
 
 
 def cpu_library() -> ctypes.CDLL:
-    """The operator of `mlp_cpu.cpp`, compiled against PyTorch."""
+    """Compile the operator of `mlp_cpu.cpp` with PyTorch."""
     torch_path = Path(torch.__path__[0])
     flags = [f"-I{torch_path / 'include'}", f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
@@ -50,7 +50,7 @@ def cpu_library() -> ctypes.CDLL:
 
 
 def cuda_library() -> ctypes.CDLL:
-    """The naive, the warp and the LayerNorm kernel, compiled for the CPU."""
+    """Compile the naive, the warp and the LayerNorm kernel for the CPU."""
     sources = ["mlp_naive.cu", "mlp_warp.cu", "layernorm_mlp.cu", "mlp.h", "layernorm_mlp.h", "rms_norm.cuh"]
     files = [*(f"stage_c/{source}" for source in sources), "common/vectors.cuh"]
     return _library("cuda_harness.cpp", files, [f"-I{EMULATOR}", "-U_FORTIFY_SOURCE"])
@@ -60,10 +60,10 @@ def run_mini(version: int, seed: int) -> tuple[list[float], int]:
     """Compile a version of the smallest megakernel for the CPU and run it on random numbers.
 
     Returns:
-        The rows of its two launches, and its barriers of the grid per layer.
+        The rows of its two launches, and the number of grid barriers per layer.
 
     Raises:
-        NativeError: it does not compile, its row is not that of plain C++, or it does not end.
+        NativeError: it does not compile, its row differs from plain C++'s, or it does not end.
     """
     mini = importlib.import_module("stage_f_graph_tp.megakernel.mini")  # by name: editions for lab C lack stage F
     _compiler()
@@ -89,14 +89,14 @@ def run_mini(version: int, seed: int) -> tuple[list[float], int]:
 
 
 def launches_for_cpu(text: str) -> str:
-    """`kernel<T><<<grid, block, shared, stream>>>(a, b);` as a call, and dynamic shared memory as an array."""
+    """Rewrite `kernel<T><<<grid, block, shared, stream>>>(a, b);` as a call, and dynamic shared memory as an array."""
     text = text.replace("extern __shared__", "extern")
     launch = re.compile(r"(\w+(?:<[^<>;]*>)?)<<<(.*?)>>>\(([^;]*)\);", flags=re.DOTALL)
     return launch.sub(r"gpu::launch([&] { \1(\3); }, \2);", text)
 
 
 def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
-    judged = _extension().CSRC  # the learner's copy where that comes first
+    judged = _extension().CSRC  # the learner's copy if it comes first
     texts = {name: (judged / name).read_text(encoding="utf-8") for name in files}
     command = [_compiler(), "-std=c++20", "-O1", "-g1", "-w", "-fPIC", "-shared"]
     digest = hashlib.sha256(repr((torch.__version__, command, harness, texts)).encode())
@@ -106,12 +106,12 @@ def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
     library = folder / "judged.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as sources:  # one's own: others may compile the same at this time
+        with tempfile.TemporaryDirectory(dir=folder) as sources:  # private: others may compile the same now
             for name, text in texts.items():
                 file = Path(sources, name)
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(launches_for_cpu(text) if name.endswith(".cu") else text)
-            # -I before the learner's other headers: the judged texts first.
+            # The judged texts come before the learner's other headers.
             unfinished = Path(sources, library.name)
             run = subprocess.run(
                 [*command, str(NATIVE / harness), f"-I{sources}", f"-I{CSRC}", *flags, "-o", str(unfinished)],
@@ -131,12 +131,12 @@ def _library(harness: str, files: list[str], flags: list[str]) -> ctypes.CDLL:
 
 
 def _build_folder(name: str) -> Path:
-    """A folder beside the extensions; SIX_ENGINES_BUILD moves both."""
+    """Return a folder next to the extensions; SIX_ENGINES_BUILD moves both."""
     return Path(os.environ.get("SIX_ENGINES_BUILD", ROOT / "build" / "extensions")).resolve() / f"lab-{name}"
 
 
 def crash_line(log: list[str]) -> str:
-    """Of the addresses that a crash printed (`crash_line.h`), the first that is in csrc/, as `file:line`; else ""."""
+    """Return the first address of a crash (`crash_line.h`) in csrc/, as `file:line`; "" if there is none."""
     for line in log:
         if line.startswith("crash at "):
             *_, library, offset = line.split()
@@ -165,7 +165,7 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 def check(error: bytes | None) -> None:
-    """Raise what a function of the library reported."""
+    """Raise the error that a function of the library reported."""
     if error is not None:
         message = error.decode()
         raise NotImplementedError(message) if message.startswith("Lab ") else NativeError(message)

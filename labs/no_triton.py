@@ -1,4 +1,4 @@
-"""Where there is no Triton, as on macOS: files that define kernels can be imported, and their kernels not called."""
+"""Import files that define kernels without Triton, as on macOS; their kernels cannot be called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = ("triton", "triton.language", "triton.tools", "triton.tools.tensor_des
 
 
 def is_missing() -> bool:
-    """Whether Triton cannot be imported here."""
+    """Return whether Triton cannot be imported here."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -23,13 +23,13 @@ def is_missing() -> bool:
 
 
 def needs(exercise: Exercise) -> bool:
-    """Whether an exercise is a kernel of Triton's."""
+    """Return whether an exercise is a Triton kernel."""
     return exercise.is_python and "\nimport triton" in exercise.reference.read_text(encoding="utf-8")
 
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Within the block, have something in Triton's place that can be imported, if there is none."""
+    """Within the block, make a stand-in importable as Triton, if there is none."""
     if not is_missing():
         yield
         return
@@ -44,9 +44,9 @@ def stand_in() -> Iterator[None]:
 
 
 def import_module(name: str) -> None:
-    """Import a module; where it needs Triton and there is none, with something in its place.
+    """Import a module, with the stand-in if it needs Triton and there is none.
 
-    PyTorch and transformers are imported before: they look for themselves whether there is a Triton.
+    PyTorch and transformers are imported before, because they check for Triton themselves.
     """
     try:
         importlib.import_module(name)

@@ -1,8 +1,8 @@
-"""The labs as notebooks, for Colab, Kaggle or JupyterLab: handout, answer and grade in one document.
+"""Make the labs' notebooks for Colab, Kaggle or JupyterLab: handout, answer and grade in one document.
 
     python -m labs.notebook        writes labs/notebooks/lab_a.ipynb, lab_a.zh-CN.ipynb … from handouts and starters
 
-It also writes the course's address, where `labs/first_cell.py` has one, into all other notebooks.
+It also writes the course's address, if `labs/first_cell.py` has one, into all other notebooks.
 The cells of a lab's notebook call the functions below.
 """
 
@@ -26,7 +26,7 @@ from labs.starter import AlreadyThere, write_starter
 from stage_a_naive.entrypoints.interrupts import run_command
 
 FOLDER = LABS / "notebooks"
-EDITIONS = ("", ".zh-CN")  # of a handout: the text is the edition's, the code is the same
+EDITIONS = ("", ".zh-CN")  # of a handout: each edition has its own text and the same code
 LAB_CELL = (
     FIRST_CELL.replace("{folder}", ".")
     + """
@@ -37,7 +37,7 @@ start("{letter}")"""
 
 
 def start(letter: str) -> None:
-    """Write the lab's starter to `labs/work/`, unless it is there."""
+    """Write the lab's starter to `labs/work/`, unless it is there already."""
     try:
         write_starter(load_labs()[letter])
         print(f"lab {letter.upper()}: your copy is in labs/work/")
@@ -46,7 +46,7 @@ def start(letter: str) -> None:
 
 
 def answer(exercise_id: str, source: str) -> None:
-    """Put the function's body from a cell into the copy in `labs/work/`."""
+    """Copy the function's body from a cell into `labs/work/`."""
     exercise = exercise_of(exercise_id)
     file = exercise.copy_in(WORK)
     text, name = file.read_text(encoding="utf-8"), exercise.name.split(".")[-1]
@@ -71,7 +71,7 @@ def hint(exercise_id: str) -> None:
 
 
 def run(module: str, *arguments: str) -> None:
-    """Run a stage with your copies in place of the reference."""
+    """Run a stage with your copies instead of the reference."""
     _python("-m", module, *arguments, path=[WORK, ROOT])
 
 
@@ -84,9 +84,9 @@ def _python(*arguments: str, path: tuple[Path, ...] | list[Path] = (ROOT,)) -> N
 
 
 def cells_of(lab: Lab, edition: str = "") -> list[tuple[str, str]]:
-    """("markdown" or "code", text) of each cell of a lab's notebook."""
+    """Return the cells of a lab's notebook as pairs of "markdown" or "code", and text."""
     handout = (LABS / f"lab_{lab.letter}{edition}.md").read_text(encoding="utf-8")
-    handout = re.sub(r"\]\((?!http)", "](../", handout)  # links, from one folder further down
+    handout = re.sub(r"\]\((?!http)", "](../", handout)  # links from a subfolder
     parts = re.split(r"(?=^### [A-Z]\.\d+ )", handout, flags=re.MULTILINE)
     title = with_badge(parts[0].strip(), path_of(lab, edition).relative_to(ROOT), REPOSITORY)
     cells = [("markdown", title), ("code", LAB_CELL.replace("{letter}", lab.letter))]
@@ -114,12 +114,12 @@ def _stub(exercise: Exercise) -> str:
 
 
 def path_of(lab: Lab, edition: str = "") -> Path:
-    """Where a lab's notebook is."""
+    """Return the path of a lab's notebook."""
     return FOLDER / f"lab_{lab.letter}{edition}.ipynb"
 
 
 def notebook(lab: Lab, edition: str = "") -> str:
-    """The notebook as JSON."""
+    """Return the notebook as JSON."""
     cells = []
     for number, (kind, text) in enumerate(cells_of(lab, edition)):
         cell: dict[str, object] = {"cell_type": kind, "id": f"{lab.letter}-{number}", "metadata": {}}
@@ -138,7 +138,7 @@ def notebook(lab: Lab, edition: str = "") -> str:
 
 
 def write_address(repository: str) -> None:
-    """Write the course's address into the notebooks that are no labs, and a badge below their titles."""
+    """Write the course's address and a badge into the notebooks that are not labs."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         course = json.loads(path.read_text(encoding="utf-8"))
         texts = [with_address("".join(cell["source"]), repository) for cell in course["cells"]]

@@ -1,4 +1,4 @@
-"""Write what instructors need and learners should not have lying in front of them: `make instructor-pack`.
+"""Write the files for instructors that learners should not see: `make instructor-pack`.
 
 The pack goes to `labs/pack/`, which git ignores: model answers to exercises and questions, a rubric per lab, the bugs
 of the break-it exercises and the slowdowns of lab P, and policies to adapt.
@@ -16,11 +16,11 @@ from labs.exercises import LABS, Exercise, Lab, load_labs
 from labs.mutants import load_mutations
 from stage_a_naive.entrypoints.interrupts import run_command
 
-PACK, TEMPLATES = LABS / "pack", LABS / "templates"  # the templates are copied as they are
+PACK, TEMPLATES = LABS / "pack", LABS / "templates"  # the templates are copied unchanged
 
 
 def rubric(lab: Lab) -> str:
-    """Points, minutes and tests of each exercise, and the handout's questions."""
+    """Return points, minutes and tests of each exercise, and the handout's questions."""
     lines = [f"# Lab {lab.letter.upper()}: {lab.title}", ""]
     lines += ["| exercise | points | minutes | judged by |", "|---|---|---|---|"]
     for e in lab.exercises:
@@ -35,7 +35,7 @@ def rubric(lab: Lab) -> str:
 
 
 def answers(lab: Lab) -> str:
-    """The reference's functions, with all hints."""
+    """Return the reference's functions, with all hints."""
     parts = [f"# Model answers of lab {lab.letter.upper()}"]
     for exercise in lab.exercises:
         language = {".py": "python", ".cpp": "cpp"}.get(Path(exercise.path).suffix, "cuda")
@@ -57,7 +57,7 @@ def _definition(exercise: Exercise) -> str:
 
 
 def write_pack(target: Path) -> list[Path]:
-    """Write all files of the pack; returns them."""
+    """Write all files of the pack, and return their paths."""
     templates = [path for path in sorted(TEMPLATES.rglob("*")) if path.suffix in (".py", ".md")]
     written = {target / path.relative_to(TEMPLATES): path.read_text(encoding="utf-8") for path in templates}
     for letter, lab in load_labs().items():

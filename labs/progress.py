@@ -1,6 +1,6 @@
 """Show what a learner has done over all labs: `make progress`.
 
-Every grading, of a whole lab or of one exercise, leaves its marks in `labs/work/progress.json`.
+Every grading, of a whole lab or of one exercise, writes its marks to `labs/work/progress.json`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def remember(report: Report, work: Path) -> None:
 
 
 def read(work: Path) -> dict[str, str]:
-    """The latest state of each exercise by its id, of those that were ever judged."""
+    """Read the latest state of each exercise that was judged, by its id."""
     file = work / FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def table(work: Path) -> str:
-    """One line per lab, and the first exercise that is not done."""
+    """Return one line per lab, and the first exercise that is not done."""
     states, lines = read(work), []
     for lab in load_labs().values():
         done = [exercise for exercise in lab.exercises if states.get(exercise.id) == "passed"]

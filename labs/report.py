@@ -1,4 +1,4 @@
-"""The marks of a lab, and the forms in which people and grading services read them."""
+"""The marks of a lab, and their formats for people and for grading services."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from labs.exercises import LABS, ROOT, Exercise
 from labs.judge import HUNG
 from stage_a_naive.entrypoints.language import columns, counted, padded, tr
 
-WHOLE_POINTS = 10  # that the whole stage costs if it is not right although each exercise is
-HUNG_POINTS = 50  # that a lab has at most whose whole stage never ends
+WHOLE_POINTS = 10  # points lost if the whole stage is wrong although each exercise passes
+HUNG_POINTS = 50  # the most points of a lab whose whole stage never ends
 
 
 @dataclass
 class Mark:
-    """What came of one exercise. `state`: passed, failed, not started, not judged (nothing here can run its tests)."""
+    """The result of one exercise. `state`: passed, failed, not started, not judged (nothing here can run its tests)."""
 
     id: str
     title: str
@@ -47,11 +47,11 @@ class Report:
     """The marks of a lab.
 
     Attributes:
-        whole: what came of the whole stage with all functions the learner's; "" if it was not run.
-        notes: what was found in the submission that earns nothing: changes in given code, files that are never run.
+        whole: the result of the whole stage with all of the learner's functions; "" if it was not run.
+        notes: parts of the submission that do not count: changes in given code, files that are never run.
         tests: a hash of the drivers that judged.
-        seed: of their inputs; the same seed gives the same ones.
-        walls: what kept the answers apart from the grader, in words; "" if nothing was asked for.
+        seed: of their inputs; the same seed gives the same inputs.
+        walls: how the answers were isolated from the grader, in words; "" if no isolation was requested.
         commit: of the repository that judged, "" outside of one; `python` and `torch` are the versions.
     """
 
@@ -70,7 +70,7 @@ class Report:
 
     @property
     def points(self) -> float:
-        """Those of the exercises, less what the whole stage costs that is not right."""
+        """Return the exercises' points, minus the points lost if the whole stage is wrong."""
         earned = sum(mark.points for mark in self.marks)
         if self.whole not in ("", "right"):
             earned = min(earned - WHOLE_POINTS, HUNG_POINTS if self.whole.startswith(HUNG) else earned)
@@ -81,7 +81,7 @@ class Report:
         return sum(mark.max_points for mark in self.marks)
 
     def as_json(self) -> dict[str, object]:
-        """Everything, under the names of the attributes."""
+        """Return all attributes by name."""
         found = asdict(self) | {"points": self.points, "max_points": self.max_points}
         found["exercises"] = [asdict(mark) | {"points": mark.points} for mark in self.marks]
         found["whole_stage"] = found.pop("whole")
@@ -90,13 +90,13 @@ class Report:
 
     @classmethod
     def from_json(cls, found: dict) -> Report:
-        """The report that `as_json` was called on."""
+        """Return the report that `as_json` was called on."""
         marks = [Mark(**{key: value for key, value in mark.items() if key != "points"}) for mark in found["exercises"]]
         kept = {attribute.name: found[attribute.name] for attribute in fields(cls) if attribute.name in found}
         return cls(**kept, marks=marks, whole=found["whole_stage"])
 
     def as_gradescope(self) -> dict[str, object]:
-        """What Gradescope's autograder expects in `/autograder/results/results.json`."""
+        """Return what Gradescope's autograder expects in `/autograder/results/results.json`."""
         tests = [
             {
                 "number": mark.id,
@@ -120,7 +120,7 @@ class Report:
         }
 
     def as_otter(self) -> dict[str, object]:
-        """The form of otter-grader's results: one entry per question with score, possible points and visibility."""
+        """Return otter-grader's format: one entry per question with score, possible points and visibility."""
         questions = {
             mark.id: {
                 "name": mark.id,
@@ -177,7 +177,7 @@ class Report:
 
 
 def mark_for(exercise: Exercise) -> Mark:
-    """A mark without a verdict."""
+    """Return a mark without a verdict."""
     task = tr("write {name} in {file}").format(name=exercise.name, file=exercise.copy_in(Path("labs/work")))
     if exercise.slow:
         task = tr("find and repair in labs/work/slow what makes it slow")
@@ -185,7 +185,7 @@ def mark_for(exercise: Exercise) -> Mark:
 
 
 def hash_of_tests(letter: str) -> str:
-    """A hash of the drivers that judge a lab, so that two marks can be compared."""
+    """Return a hash of the drivers that judge a lab, to check whether two marks are comparable."""
     digest = hashlib.sha256()
     for file in (LABS / "tests" / f"test_lab_{letter}.py", LABS / "exercises.toml"):
         digest.update(file.read_bytes())
@@ -193,7 +193,7 @@ def hash_of_tests(letter: str) -> str:
 
 
 def commit() -> str:
-    """The repository's commit, or "" outside of one."""
+    """Return the repository's commit, or "" outside of one."""
     run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return run.stdout.strip()
 

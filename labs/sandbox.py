@@ -1,11 +1,11 @@
-"""What keeps an answer's process apart from the judge, the machine and the network, where the system has such means.
+"""Isolate an answer's process from the judge, the machine and the network, as far as the system can.
 
-Linux has three that need no privilege. A process that cannot be dumped has a memory and descriptors that others of the
-same user cannot open (`guard`). A subreaper inherits the orphans of its children, so that it can end a daemon which has
-left its process group (`end_children`). And namespaces give a process its own list of processes, its own network and
-its own view of the file system (`enclose`); see user_namespaces(7) and mount_setattr(2). Root has a fourth: to let an
-answer run as a user who owns nothing (`become_nobody`), as in a container whose profile refuses namespaces. Elsewhere
-`guard` and `end_children` do nothing, and `walls` and `why_not` say what there is.
+Linux has three means that need no privilege. Other processes of the same user cannot open the memory and descriptors of
+a process that cannot be dumped (`guard`). A subreaper inherits the orphans of its children, so it can end a daemon that
+has left its process group (`end_children`). Namespaces give a process a separate list of processes, a separate network
+and a separate view of the file system (`enclose`); see user_namespaces(7) and mount_setattr(2). Root has a fourth: it
+can run an answer as a user who owns nothing (`become_nobody`), for example in a container whose profile refuses
+namespaces. On other systems `guard` and `end_children` do nothing, and `walls` and `why_not` report what is available.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ RECURSIVE, PRIVATE, NO_SETUID, NO_DEVICES = 0x4000, 0x40000, 2, 4
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 SET_FLAGS, UP_AND_RUNNING = 0x8914, 0x41
 CAPABILITY_VERSION = 0x20080522
-PATIENCE = 30.0  # seconds in which processes that were killed have ended
-SCRATCH = "size=1g"  # of the folder that an enclosed process may write to
-NOBODIES = range(20_000, 60_000)  # numbers of users who own no file and no process, within what rootless containers map
-PROCESSES = 1000  # that an answer may have, threads included
-# What a process may be kept apart by: namespaces of its own, a user of its own.
+PATIENCE = 30.0  # seconds after which killed processes have ended
+SCRATCH = "size=1g"  # bytes of the folder that an enclosed process may write to
+NOBODIES = range(20_000, 60_000)  # ids of users who own nothing, in the range that rootless containers map
+PROCESSES = 1000  # the most that an answer may have, threads included
+# The means that isolate a process: separate namespaces, a separate user.
 NAMESPACES, USER = "namespaces", "user"
 
 
@@ -49,7 +49,7 @@ def _call(name: str, *arguments: object) -> None:
 
 def _prctl(option: int, value: int) -> None:
     if LINUX:
-        with contextlib.suppress(OSError):  # systems that only look like Linux have fewer of them
+        with contextlib.suppress(OSError):  # Linux-like systems have fewer of them
             _call("prctl", option, value, 0, 0, 0)
 
 
@@ -66,12 +66,12 @@ def guard() -> None:
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the one that started it ends."""
+    """Let the system kill this process when its parent ends."""
     _prctl(PDEATHSIG, signal.SIGKILL)
 
 
 def end_children() -> None:
-    """Kill all children of this process, and those that it inherits from them, until there are none.
+    """Kill all children of this process and the orphans that it inherits, until there are none.
 
     Raises:
         TimeoutError: some do not end.
@@ -91,7 +91,7 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    """The processes whose parent this one is."""
+    """Return the processes whose parent is this one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -102,21 +102,21 @@ def _children() -> list[int]:
 
 
 def enclose(folder: Path, root: bool = False, hidden: Iterable[str] = ()) -> None:
-    """Go on in a process that sees no other one, has no network, and can write to `folder` alone.
+    """Continue in a process that sees no other process, has no network, and can write only to `folder`.
 
-    The folder and /dev/shm become empty ones in memory, and the current folder is `folder`. Two processes stay behind:
-    this one, which waits for the first of the new namespace, and that one, which waits for the one that goes on, so
-    that signals mean to it what they mean elsewhere. Both end as it does, with 128 more than a signal's number.
+    The folder and /dev/shm become empty folders in memory, and the current folder is `folder`. Two processes remain:
+    this one waits for the first process of the new namespace, and that one waits for the process that continues, so
+    that signals have their usual meaning for the latter. Both end with its status, or 128 plus a signal's number.
 
     Args:
-        root: this process is root's, and stays it until `become_nobody`.
-        hidden: folders that it must not see: each becomes an empty one.
+        root: this process is root's, and remains so until `become_nobody`.
+        hidden: folders that it must not see: each becomes an empty folder.
 
     Raises:
         OSError: the system does not let this user have namespaces.
     """
     user, group = os.getuid(), os.getgid()
-    _prctl(DUMPABLE, 1)  # else the maps below are root's
+    _prctl(DUMPABLE, 1)  # otherwise only root may write the maps below
     _call("unshare", (0 if root else NEW_USER) | NEW_MOUNTS | NEW_PIDS | NEW_NETWORK | NEW_IPC)
     maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
     for name, text in [] if root else maps.items():
@@ -141,7 +141,7 @@ def enclose(folder: Path, root: bool = False, hidden: Iterable[str] = ()) -> Non
 
 
 def _go_on_in_a_fork() -> None:
-    """Return in a child alone; this process waits for it and ends as it does."""
+    """Return only in a child; this process waits for it and ends with its status."""
     child = os.fork()
     if child == 0:
         die_with_parent()
@@ -154,44 +154,44 @@ def _go_on_in_a_fork() -> None:
 
 
 def nobody() -> int:
-    """The number of a user that no other process has."""
+    """Return the id of a user that no other process has."""
     return NOBODIES[os.getpid() % len(NOBODIES)]
 
 
 def give(folder: Path, user: int) -> None:
-    """Let a user own a folder with all that is in it."""
+    """Give a folder and everything in it to a user."""
     for path in [folder, *folder.rglob("*")]:
         os.chown(path, user, user, follow_symlinks=False)
 
 
 def become_nobody(folder: Path, user: int) -> None:
-    """Go on, from root, as a user who owns nothing but `folder` and what he was given, and can signal only his own.
+    """Change from root to a user who owns only `folder` and given files, and can signal only his processes.
 
     Raises:
-        OSError: this process is not root's, or not with all of root's capabilities.
+        OSError: this process is not root's, or lacks some of root's capabilities.
     """
     give(folder, user)
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
-    die_with_parent()  # the change of the user has ended that
+    die_with_parent()  # changing the user has reset that
     _call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def limit_processes() -> None:
-    """Let the user of this process have `PROCESSES` more than run on the machine now. It does not bind root."""
+    """Limit this process's user to `PROCESSES` more than run on the machine now. Root is not limited."""
     most = PROCESSES + sum(1 for _ in Path("/proc").glob("[0-9]*/task/*"))
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def walls() -> tuple[str, ...]:
-    """What this machine lets an answer be kept apart by: `NAMESPACES`, `USER`, both, or nothing."""
+    """Return the means of isolation that this machine offers: `NAMESPACES`, `USER`, both, or none."""
     found = tuple(wall for wall, attempt in ATTEMPTS.items() if not _error_of(attempt))
-    return found if len(found) < 2 or not _error_of(_try_both) else (NAMESPACES,)  # root, but with few of its rights
+    return found if len(found) < 2 or not _error_of(_try_both) else (NAMESPACES,)  # root without most of its rights
 
 
 def why_not() -> str:
-    """Why an answer cannot be kept apart here; "" if it can."""
+    """Return why an answer cannot be isolated here; "" if it can."""
     if not LINUX:
         return f"{sys.platform} has none"
     errors = {wall: _error_of(attempt) for wall, attempt in ATTEMPTS.items()}
@@ -199,7 +199,7 @@ def why_not() -> str:
 
 
 def described(found: tuple[str, ...] | None = None) -> str:
-    """What keeps answers apart, and what does not, in words for the first line of a batch; None is what there is."""
+    """Describe the means of isolation and the missing ones for a batch's first line; None: those of this machine."""
     found = walls() if found is None else found
     if not found:
         return f"WITHOUT A WALL ({why_not()}): they can do what you can; use --container"
@@ -212,7 +212,7 @@ def described(found: tuple[str, ...] | None = None) -> str:
 
 
 def _try_nobody(folder: Path) -> None:
-    """Become one, and look whether Python can be read then."""
+    """Become such a user, and check whether Python can still be read."""
     if os.getuid():
         raise PermissionError(1, "only root can change it")
     become_nobody(folder, nobody())
@@ -230,7 +230,7 @@ ATTEMPTS: dict[str, Callable[[Path], None]] = {NAMESPACES: enclose, USER: _try_n
 
 
 def _error_of(attempt: Callable[[Path], None]) -> str:
-    """What an attempt raises in a process of its own; "" if nothing."""
+    """Return what an attempt raises in a separate process; "" if nothing."""
     if not LINUX:
         return f"{sys.platform} has none"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""Which answers resemble one another more than chance and the reference explain: winnowed fingerprints, as in MOSS.
+"""Find answers that are more alike than chance and the reference explain: winnowed fingerprints, as in MOSS.
 
-An answer becomes a sequence of tokens in which names, numbers and texts are all alike; every run of `LENGTH` tokens is
-hashed, and of each `WINDOW` neighbours the smallest hash is kept (Schleimer, Wilkerson and Aiken, "Winnowing", SIGMOD
-2003). Fingerprints that the reference has too are left out: the right solution is not evidence. The report says where
-to look and proves nothing.
+An answer becomes a sequence of tokens in which all names are equal, and all literals; every run of `LENGTH` tokens is
+hashed, and the smallest hash of each `WINDOW` neighbours is kept (Schleimer, Wilkerson and Aiken, "Winnowing", SIGMOD
+2003). Fingerprints that the reference has too are left out, because the right solution is not evidence. The report
+shows where to look, and proves nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FEWEST = 6  # fingerprints of an answer that can be compared
 
 
 def tokens_of(text: str, is_python: bool) -> list[str]:
-    """The shape of a piece of code: keywords and operators as they are, every name `n`, every literal `0`."""
+    """Return the shape of a piece of code: keywords and operators, `n` for every name, `0` for every literal."""
     if not is_python:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
         found = re.findall(r'[A-Za-z_]\w*|\d[\w.]*|"[^"]*"|[^\s\w]', text)
@@ -44,14 +44,14 @@ def tokens_of(text: str, is_python: bool) -> list[str]:
 
 
 def fingerprints(text: str, is_python: bool) -> set[int]:
-    """The winnowed hashes of a piece of code."""
+    """Return the winnowed hashes of a piece of code."""
     words = tokens_of(text, is_python)
     hashes = [zlib.crc32(" ".join(words[i : i + LENGTH]).encode()) for i in range(len(words) - LENGTH + 1)]
     return {min(hashes[i : i + WINDOW]) for i in range(max(1, len(hashes) - WINDOW + 1))} if hashes else set()
 
 
 def similar_pairs(lab: Lab, works: dict[str, Path]) -> list[tuple[str, str, str, float]]:
-    """(exercise, student, other, share of common fingerprints), the most similar first."""
+    """Return (exercise, student, other, share of common fingerprints), the most similar first."""
     pairs = []
     for exercise in lab.exercises:
         reference = exercise.reference.read_text(encoding="utf-8")

@@ -1,12 +1,12 @@
 """Write a lab's starter: a copy of the stage in which the bodies of the exercises are missing.
 
     python -m labs.starter d            (make lab-d)
-    python -m labs.starter d --force    (make lab-d FORCE=1): begin again; what was there is kept aside
+    python -m labs.starter d --force    (make lab-d FORCE=1): start over; the old copy is kept
     python -m labs.starter --show       whose code `LAB=1` would run; with g, `LAB=g`
 
-The copy is in `labs/work/`, which comes first on Python's path when `LAB=1` is given: it shadows the reference
-package of the same name, and every later stage runs on top of it. With `LAB=g` only lab G's copies are there, so that
-another lab which is not done yet is the reference's.
+The copy is in `labs/work/`, which comes first on Python's path when `LAB=1` is given: it shadows the reference package
+of the same name, and every later stage runs on top of it. With `LAB=g` only lab G's copies are used; all other labs
+come from the reference.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from stage_a_naive.entrypoints.language import columns, padded, tr
 IGNORED = shutil.ignore_patterns("__pycache__", "*.png", "build")
 
 
-RUNS = {  # how to run a lab that is no stage
+RUNS = {  # how to run a lab that is not a stage
     "g": "serve LAB=g",
     "h": "serve LAB=h ENGINE=beyond.quantization:LLM",
     "i": "serve LAB=i ENGINE=beyond.speculation:LLM ARGS='--speculation ngram'",
     "j": "serve LAB=j ENGINE=beyond.scale_out:LLM ARGS='--pipeline-parallel-size 2'",
     "k": "serve LAB=k ENGINE=beyond.structured:LLM",
-    "l": "serve LAB=l ENGINE=beyond.experts:LLM MODEL=random:qwen3-moe-tiny",
+    "l": "serve LAB=l ENGINE=beyond.experts:LLM MODEL=models/tutor_experts",
     "p": "stage-f LAB=p",
 }
 
 
 class AlreadyThere(FileExistsError):
-    """There is a learner's copy already, and nobody said that it may be replaced."""
+    """There is a learner's copy already, and `force` is False."""
 
 
 def write_starter(
     lab: Lab, work: Path = WORK, force: bool = False, missing: Collection[Exercise] | None = None
 ) -> list[Path]:
-    """Write the copy; returns the files and folders that it is made of.
+    """Write the copy; return its files and folders.
 
     Args:
         lab: which one.
-        work: where to.
+        work: the folder to write to.
         force: replace a copy that is there, after moving it to `work/old/`.
         missing: the exercises whose bodies are taken out; None is all of the lab.
 
@@ -83,22 +83,22 @@ def write_starter(
 
 
 def link_models(work: Path) -> None:
-    """Let the copies find the tutor, which they look for beside the stages."""
+    """Link the tutor, which the copies expect next to the stages."""
     models = work / "models"
     if models.is_symlink() and models.resolve() != (ROOT / "models").resolve():
-        models.unlink()  # a submission brings the link of the machine where it was written
+        models.unlink()  # a submission contains the link of the machine where it was written
     if not models.exists():
         models.symlink_to(ROOT / "models", target_is_directory=True)
 
 
 def _files_above(lab: Lab) -> set[Path]:
-    """What makes packages of the folders around the lab's: `beyond/__init__.py`, of beyond/serving."""
+    """Return the `__init__.py` of the parent packages: `beyond/__init__.py` for beyond/serving."""
     above = {parent / "__init__.py" for folder in lab.folders for parent in Path(folder).parents}
     return {file for file in above if (ROOT / file).is_file()}
 
 
 def link_one(lab: Lab, work: Path = WORK) -> Path:
-    """Make a folder of links to the copies of this lab alone, as far as they are there; returns it."""
+    """Make and return a folder with links to this lab's copies, as far as they exist."""
     view = work / ".only" / lab.letter
     shutil.rmtree(view, ignore_errors=True)
     view.mkdir(parents=True)
@@ -112,13 +112,13 @@ def link_one(lab: Lab, work: Path = WORK) -> Path:
 
 
 def learners_packages(work: Path) -> list[str]:
-    """The stages that the learner has a copy of."""
+    """Return the stages that the learner has a copy of."""
     files = [*work.glob("stage_*/__init__.py"), *work.glob("beyond/*/__init__.py")]
     return sorted(str(file.parent.relative_to(work)) for file in files)
 
 
 def next_steps(lab: Lab) -> str:
-    """What a learner does first."""
+    """Return what a learner does first."""
     letter, width = lab.letter, max(columns(tr(exercise.title)) for exercise in lab.exercises)
     lines = [
         tr("Lab {letter}: {title}").format(letter=letter.upper(), title=tr(lab.title)),

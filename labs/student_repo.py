@@ -2,11 +2,11 @@
 
     python -m labs.student_repo d ../course-d
 
-The edition ends with the stage of one lab. Every exercise's function is its starter there, and lessons and notebooks
-say "you write this: D.3" where they would show it. Left out are tests, model answers, the bugs of the break-it
-exercises, later stages and labs, outputs of notebooks and git's history. In an edition the judge takes what the
-reference lacks from the learner's other answers (`labs.tree`), and compares with the values that the reference gave
-when the edition was written (`labs/values/`).
+The edition ends with the stage of one lab. In it every exercise's function is its starter, and lessons and notebooks
+say "you write this: D.3" instead of showing it. It has no tests, no model answers, no bugs of the break-it exercises,
+no later stages and labs, no outputs of notebooks and no git history. In an edition the judge takes missing functions
+from the learner's other answers (`labs.tree`), and compares with the values that the reference gave when the edition
+was written (`labs/values/`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ FOR_TEACHERS = (
     "lateness.py",
     "similarity.py",
 )
-TARGETS = {"test", "test-fast", "test-all", "report", "slides", "lint"}  # and those that run what is not there
+TARGETS = {"test", "test-fast", "test-all", "report", "slides", "lint"}  # and those that run missing files
 MINE_FIRST = "from labs.edition import mine_first; mine_first(__name__, __path__)  # your copies come first\n"
-TRIVIAL = 12  # characters, without spaces, that a line of code has at most if it says nothing about whose it is
-SHOWN = 0.6  # of an exercise's lines, in a piece of code that says what to write
+TRIVIAL = 12  # a line of at most this many characters, without spaces, does not identify an exercise
+SHOWN = 0.6  # the share of an exercise's lines from which on code shows the answer
 FENCED = re.compile(
     r"(?:<!-- code: ([^\s:]+)(?:::(\S+))?(?: from .*?)? -->\n)?^```\w*\n(.*?)^```$(?:\n<!-- end of code -->)?",
     re.DOTALL | re.MULTILINE,
@@ -62,7 +62,7 @@ LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()#\s]*)(#[^()\s]*)?\)")
 
 
 def code_lines(text: str) -> list[str]:
-    """The lines that can be told from others, without spaces and comments."""
+    """Return the lines that identify a function, without spaces and comments."""
     lines = [re.sub(r"\s+|(#|//) .*", "", line) for line in text.splitlines()]
     return [line for line in lines if len(line) > TRIVIAL]
 
@@ -75,7 +75,7 @@ def _lines_of(exercise: Exercise) -> list[str]:
 
 
 def shown(text: str) -> list[Exercise]:
-    """The exercises that a text answers: it has most of the lines of the reference."""
+    """Return the exercises that a text answers: it has most of the reference's lines."""
     there = set(code_lines(text))
 
     def share(exercise: Exercise) -> float:
@@ -86,7 +86,7 @@ def shown(text: str) -> list[Exercise]:
 
 
 def files_of(letter: str) -> list[Path]:
-    """The files of the edition that ends with a lab, relative to the repository."""
+    """Return the files of the edition that ends with a lab, relative to the repository."""
     letters = LETTERS[: LETTERS.index(letter) + 1]
     packages = [package for package in STAGES if package == "beyond" or package[6] in letters]
     if letter in "abcdef":
@@ -113,7 +113,7 @@ def files_of(letter: str) -> list[Path]:
 
 
 def _closed(files: list[Path]) -> list[Path]:
-    """Those of the files whose imports are there: a measurement of a later stage is not for this edition."""
+    """Keep the files whose imports exist: measurements of later stages are not in this edition."""
     modules = {file: imported_files(file) for file in files if file.suffix == ".py"}
     while True:
         there = set(files)
@@ -124,10 +124,10 @@ def _closed(files: list[Path]) -> list[Path]:
 
 
 def exercises_in(file: PurePath, files: frozenset[Path] | None = None) -> list[Exercise]:
-    """The exercises whose functions are missing from a copy of a file.
+    """Return the exercises whose functions are missing from a copy of a file.
 
     Args:
-        files: of an edition, where a stage keeps what it runs and a later stage's lab asks for; None is all.
+        files: of an edition; a stage keeps functions that it runs and that only a later lab asks for. None: all.
     """
     found = [exercise for exercise in all_exercises() if exercise.path == str(file) and not exercise.slow]
     if files is None or not file.parts[0].startswith("stage_"):
@@ -137,7 +137,7 @@ def exercises_in(file: PurePath, files: frozenset[Path] | None = None) -> list[E
 
 
 def without_answers(file: Path, files: frozenset[Path]) -> bytes:
-    """What the edition has of a file."""
+    """Return a file's text in the edition."""
     data = (ROOT / file).read_bytes()
     exercises = exercises_in(file, files)
     if exercises:
@@ -165,7 +165,7 @@ def without_answers(file: Path, files: frozenset[Path]) -> bytes:
 
 @cache
 def missing_targets(files: frozenset[Path]) -> frozenset[str]:
-    """The targets of `make` that need what an edition lacks, and those of later stages and labs."""
+    """Return the targets of `make` that need missing files, and those of later stages and labs."""
     found = set(TARGETS)
     for names, recipe in RULE.findall((ROOT / "Makefile").read_text(encoding="utf-8")):
         modules = [
@@ -182,7 +182,7 @@ def missing_targets(files: frozenset[Path]) -> frozenset[str]:
 
 
 def _makefile(text: str, missing: frozenset[str]) -> str:
-    """The Makefile without the rules of these targets, and without their names in its lists."""
+    """Return the Makefile without these targets' rules and without their names in its lists."""
     text = RULE.sub(lambda rule: "" if missing.issuperset(rule[1].split()) else rule[0], text)
     lists = re.compile(r"^(?:\.PHONY:|\w+_TARGETS :=)(?:.*\\\n)*.*\n", re.MULTILINE)
     text = lists.sub(lambda found: re.sub(rf" (?:{_any_of(missing)})(?=\s)", "", found[0]), text)
@@ -194,7 +194,7 @@ def _any_of(targets: frozenset[str]) -> str:
 
 
 def _up_to_last(text: str, missing: frozenset[str]) -> str:
-    """A text in which `stage-a … stage-f` and its like end with the edition's last."""
+    """Let `stage-a … stage-f` and similar lists in a text end with the edition's last stage or lab."""
     for kind, end in (("stage", "f"), ("lab", "p"), ("grade", "p")):
         last = [letter for letter in load_labs() if f"{kind}-{letter}" not in missing][-1]
         text = re.sub(rf"({kind}-a`? … (?:`make )?{kind}-){end}\b", rf"\g<1>{last}", text)
@@ -226,7 +226,7 @@ def _without_sentences(text: str, named: re.Pattern[str]) -> str:
 
 
 def unless_answer(block: re.Match[str]) -> str:
-    """A lesson's block of code, or in its place what there is to write."""
+    """Return a lesson's block of code, or instead of it what the learner writes."""
     path, name, code = block.groups()
     named = (exercise for exercise in all_exercises() if (exercise.path, exercise.name) == (path, name))
     exercise = next(chain(named, shown(code)), None)
@@ -241,7 +241,7 @@ def unless_answer(block: re.Match[str]) -> str:
 
 
 def _with_links_to(files: frozenset[Path], lesson: Path, text: str) -> str:
-    """A lesson whose links to what the edition lacks are plain words."""
+    """Replace a lesson's links to missing files with plain words."""
     there = files | {parent for file in files for parent in file.parents}
 
     def plain(link: re.Match[str]) -> str:
@@ -255,7 +255,7 @@ def _with_links_to(files: frozenset[Path], lesson: Path, text: str) -> str:
 
 
 def _notebook(notebook: dict) -> str:
-    """A notebook without outputs, and without cells that show an answer."""
+    """Return a notebook without outputs, and without cells that show an answer."""
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell |= {"outputs": [], "execution_count": None}
@@ -265,16 +265,16 @@ def _notebook(notebook: dict) -> str:
 
 
 def _list(text: str, files: frozenset[Path]) -> str:
-    """The list of exercises, of the edition's labs alone."""
+    """Return the list of exercises of the edition's labs."""
     head, *parts = re.split(r"^(?=\[\w\]$)", text.partition("# Spoilers!")[0], flags=re.MULTILINE)
     return head + "".join(part for part in parts if Path(f"labs/lab_{part[1]}.md") in files)
 
 
 def write_edition(letter: str, out: Path) -> list[Path]:
-    """Write the edition that ends with a lab; returns its files.
+    """Write the edition that ends with a lab; return its files.
 
     Raises:
-        FileExistsError: there is something at `out`.
+        FileExistsError: `out` exists.
     """
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; choose a new folder: OUT=…")
@@ -289,7 +289,7 @@ def write_edition(letter: str, out: Path) -> list[Path]:
 
 
 def write_values(letters: list[str], out: Path) -> None:
-    """Write what the labs' drivers find on the reference, which an edition lacks; it takes a minute or more."""
+    """Write the values that the drivers find on the reference, which an edition lacks. It takes a minute or more."""
     folder = out / RECORDED.relative_to(ROOT)
     folder.mkdir()
     for letter in letters:

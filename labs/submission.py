@@ -1,7 +1,7 @@
-"""Read a learner's answers out of a submission, and nothing else of it.
+"""Read a learner's answers from a submission, and nothing else.
 
-Only the functions that `exercises.toml` lists are taken. Everything around them is the reference's: a changed helper, a
-`conftest.py`, a module that shadows PyTorch are never imported by the judge, but they are reported.
+Only the functions that `exercises.toml` lists are taken. Everything around them comes from the reference. The judge
+never imports a changed helper, a `conftest.py` or a module that shadows PyTorch, but it reports them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TAKES_OVER = ("sitecustomize.py", "usercustomize.py", "conftest.py", "pytest.ini
 
 
 class Unusable(ValueError):
-    """The submission has no answer that could be judged: the function is missing or broken."""
+    """The submission has no answer that can be judged: the function is missing or broken."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Answer:
 
 
 def read_answer(exercise: Exercise, work: Path) -> Answer | None:
-    """The learner's function, or None if its body is still missing.
+    """Return the learner's function, or None if its body is still missing.
 
     Raises:
-        Unusable: there is none that can be judged; the message says why, with file and line.
+        Unusable: the function cannot be judged; the message says why, with file and line.
     """
     file = exercise.copy_in(work)
     try:
@@ -99,7 +99,7 @@ def _span(text: str, exercise: Exercise, shown: Path) -> bodies.Span:
         return bodies.find(text, exercise.name, exercise.path)
     except SyntaxError as error:
         problem = f"SyntaxError: {error.msg} ({shown}:{error.lineno})"
-    # The error may be in another function of the file: then this one can be judged all the same.
+    # The error may be in another function of the file; then this one can still be judged.
     start, end = bodies.find_in_broken(text, exercise.name)
     first = _line(text, start)
     outer = "".join(f"{' ' * 4 * depth}class {name}:\n" for depth, name in enumerate(exercise.name.split(".")[:-1]))
@@ -123,14 +123,14 @@ def _check_signature(answer: Answer, reference: str, shown: Path) -> None:
 
 
 def _signature(source: str) -> str:
-    """Decorators, name, parameters and result of a definition, without its body."""
+    """Return a definition's decorators, name, parameters and result, without its body."""
     node = parse_definition(source)
     node.body = [ast.Pass()]
     return ast.unparse(node).removesuffix("pass").strip()
 
 
 def parse_definition(source: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """The syntax tree of one function, which may be indented as a method is."""
+    """Parse one function, which may be indented like a method."""
     indented = source[:1] in (" ", "\t")
     module = ast.parse(f"if True:\n{source}" if indented else source)
     return module.body[0].body[0] if indented else module.body[0]
@@ -141,7 +141,7 @@ def _line(text: str, offset: int) -> int:
 
 
 def changes_in_given_code(lab: Lab, work: Path) -> list[str]:
-    """Where the learner's copy differs from the reference outside of the exercises, as `file:line: …`."""
+    """List where the learner's copy differs from the reference outside of the exercises, as `file:line: …`."""
     by_file: dict[str, list[Exercise]] = {}
     for exercise in lab.exercises:
         by_file.setdefault(exercise.path, []).append(exercise)
@@ -149,7 +149,7 @@ def changes_in_given_code(lab: Lab, work: Path) -> list[str]:
     for path in _files_of(lab):
         copy = lab.copy_of(path, work)
         if not copy.is_file():
-            continue  # a submission need have the exercises' files alone, and they say so
+            continue  # a submission needs only the exercises' files; missing ones are reported there
         theirs = copy.read_text(encoding="utf-8", errors="replace")
         ours = (lab.root / path).read_text(encoding="utf-8")
         if theirs == ours:
@@ -179,7 +179,7 @@ def _files_of(lab: Lab) -> list[str]:
 
 
 def _given_lines(text: str, exercises: list[Exercise]) -> tuple[list[str], list[int]]:
-    """The lines that are not in an exercise's body, and their numbers."""
+    """Return the lines outside of exercises' bodies, and their numbers."""
     inside: set[int] = set()
     for exercise in exercises:
         span = bodies.find(text, exercise.name, exercise.path)
@@ -191,7 +191,7 @@ def _given_lines(text: str, exercises: list[Exercise]) -> tuple[list[str], list[
 
 
 def intruders(work: Path) -> list[str]:
-    """Files of a submission that would take over the judge if they were on Python's path; they are never there."""
+    """List files that could take over the judge if they were on Python's path, which they never are."""
     found = [path.relative_to(work) for name in TAKES_OVER for path in sorted(work.rglob(name))]
     for path in sorted(work.iterdir()):
         name = path.stem if path.suffix == ".py" else path.name

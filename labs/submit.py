@@ -1,6 +1,6 @@
-"""Pack what a lab's exercises are in: `make submit LAB=d`.
+"""Pack the files with a lab's exercises: `make submit LAB=d`.
 
-The archive has the exercises' files and nothing else: of a submission the grader takes the functions that are listed.
+The archive has only the exercises' files, because the grader takes only the listed functions from a submission.
 A `.zip`, because every system can open one, with the paths that the files have in `labs/work/`.
 """
 
@@ -17,15 +17,15 @@ from stage_a_naive.entrypoints.interrupts import run_command
 
 
 def files_of(lab: Lab, work: Path) -> list[Path]:
-    """The files that the lab's exercises are in, as far as they are there."""
+    """Return the existing files with the lab's exercises."""
     return [file for file in dict.fromkeys(e.copy_in(work) for e in lab.exercises) if file.is_file()]
 
 
 def pack(lab: Lab, work: Path, target: Path) -> list[str]:
-    """Write the archive; returns what its owner should know: exercises without a body, and those that cannot be read.
+    """Write the archive; return notes for its owner: exercises without a body, and those that cannot be read.
 
     Raises:
-        FileNotFoundError: there is nothing to pack.
+        FileNotFoundError: there are no files to pack.
     """
     files = files_of(lab, work)
     if not files:

@@ -1,7 +1,7 @@
-"""Write the folder in which an answer runs: the stages, the drivers, and in the place of one function the learner's.
+"""Write the folder in which an answer runs: the stages and drivers, with one function replaced by the learner's.
 
-The folder is all that the answer's process imports. Of the lab's exercises it has the reference's body only where the
-driver runs it besides the judged one (`needs` in `exercises.toml`), and no expected value.
+The answer's process imports only from this folder. It has the reference's body of another exercise only if the driver
+runs that too (`needs` in `exercises.toml`), and no expected values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 def write(lab: Lab, folder: Path, answers: Iterable[Answer] = ()) -> list[Place]:
-    """Write what a lab needs, with the bodies of these answers; returns where the learner's are."""
+    """Write the files that a lab needs, with the bodies of these answers; return where the learner's bodies are."""
     top = lab.package.split(".")[0]
     later = STAGES[STAGES.index(top) + 1 :]
     for name in (*(stage for stage in STAGES if stage not in later), "csrc", "docs", "labs"):
@@ -44,7 +44,7 @@ def write(lab: Lab, folder: Path, answers: Iterable[Answer] = ()) -> list[Place]
 
 
 def _copy(source: str, target: str) -> None:
-    """Copy a file; a lesson, which may show an answer, becomes an empty one."""
+    """Copy a file; a lesson, which may show an answer, becomes empty."""
     if source.endswith(".md"):
         Path(target).touch()
     else:
@@ -52,7 +52,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def put(answer: Answer, file: Path) -> Place:
-    """Put an answer's body in the place of the one in a file."""
+    """Replace a body in a file by an answer's body."""
     exercise = answer.exercise
     text = file.read_text(encoding="utf-8")
     span = bodies.find(text, exercise.name, exercise.path)
@@ -71,10 +71,10 @@ def put(answer: Answer, file: Path) -> Place:
 
 
 def answers_for(lab: Lab, judged: list[Exercise], work: Path) -> list[Answer]:
-    """The bodies that the folder gets in the place of the reference's, those to judge last.
+    """Return the bodies that replace the reference's in the folder, the judged ones last.
 
     Raises:
-        Unusable: one that is judged is missing.
+        Unusable: a judged body is missing.
     """
     found = []
     for exercise in judged:
@@ -86,10 +86,10 @@ def answers_for(lab: Lab, judged: list[Exercise], work: Path) -> list[Answer]:
 
 
 def others(lab: Lab, judged: list[Exercise], work: Path) -> list[Answer]:
-    """The bodies of exercises that are not judged: the learner's, or none.
+    """Return the bodies of exercises that are not judged: the learner's, or none.
 
-    The reference's stay where the driver of a judged one runs them (`needs`), so that another exercise's mistake costs
-    nothing here. What a student edition's reference lacks is always the learner's.
+    The reference's bodies stay if the driver of a judged exercise runs them (`needs`), so that another exercise's
+    mistake costs nothing here. Bodies that a student edition lacks are always the learner's.
     """
     needed = {key for exercise in judged for key in exercise.needs}
     found = []
@@ -105,7 +105,7 @@ def others(lab: Lab, judged: list[Exercise], work: Path) -> list[Answer]:
 
 
 def missing(exercise: Exercise) -> Answer:
-    """In the place of an answer what the starter has, or in CUDA what compiles and cannot be run."""
+    """Replace an answer by the starter's body, or in CUDA by one that compiles and cannot be run."""
     text = exercise.starter_text(exercise.reference.read_text(encoding="utf-8"))
     span = bodies.find(text, exercise.name, exercise.path)
     body = text[span.body_start : span.body_end]
@@ -113,5 +113,5 @@ def missing(exercise: Exercise) -> Answer:
 
 
 def is_left_out(exercise: Exercise) -> bool:
-    """Whether this repository has the starter in the place of the reference."""
+    """Return whether this repository has the starter instead of the reference."""
     return exercise.reference.is_file() and exercise.message in exercise.reference.read_text(encoding="utf-8")

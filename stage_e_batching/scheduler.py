@@ -267,7 +267,7 @@ class Scheduler(Queues):
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give blocks to a prompt that is scored: it is in no queue, and keeps them until `free`.
 
-        As at an admission, those that run must still be able to grow. Returns False if too few blocks are free: ask
+        As at an admission, running sequences must still be able to grow. Returns False if too few blocks are free: ask
         again after the next step. While it waits, at most `MAX_OVERTAKES` requests are admitted.
         """
         self._scored.add(sequence)

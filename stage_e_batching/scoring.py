@@ -29,7 +29,7 @@ def score_prompts(
 
     Args:
         prompts: token ids that `LLM.requests` has checked.
-        count: how many of the likeliest tokens are told at every position.
+        count: how many of the likeliest tokens to return at every position.
         calls: of the engine whose model and pool are used.
 
     Yields:

@@ -16,7 +16,7 @@ for number, handler in {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.def
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# Before torch is imported. One thread a process: the models are tiny, and threads would only wait for one another.
+# Before torch is imported. One thread per process: the models are tiny, and threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LANGUAGE"] = "en"  # tests read what commands say, whatever the locale
@@ -37,12 +37,12 @@ TIME_LIMITS = {"gpu": 1200, "compiler": 1200, "run_interpreted_tests": 1800}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test runs only where there is what its markers ask for, and not for ever."""
+    """Skip tests whose markers this machine does not satisfy, and set time limits."""
     missing = {} if torch.cuda.is_available() else {"gpu": "no NVIDIA GPU"}
     if os.environ.get("TRITON_INTERPRET") != "1":
         missing["interpreted"] = "is run by the test of this file that calls `run_interpreted_tests`"
     if any("compiler" in item.keywords for item in items):
-        from stage_c_fused_mlp.extension import ExtensionError, plan  # here: most tests can do without this import
+        from stage_c_fused_mlp.extension import ExtensionError, plan  # here: most tests do not need this import
 
         try:
             plan()
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make `torch.empty` return NaN between margins of infinities, which must still be there when the test ends.
 
-    A kernel that reads what nobody has written, or past the end of a tensor, computes NaN (and so does infinity times
+    A kernel that reads unwritten memory, or past the end of a tensor, computes NaN (and so does infinity times
     zero, or less infinity); a kernel that writes before or after a tensor is noticed.
     """
     empty, buffers = torch.empty, []
@@ -86,7 +86,7 @@ def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def shuffled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Triton's interpreter run the programs of every launch in another order, as a GPU may."""
+    """Make Triton's interpreter run the programs of every launch in a random order, as a GPU may."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     generator, order = random.Random(0), []
@@ -112,7 +112,7 @@ def hostile_interpreter(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Make a program what the labs start as Python."""
+    """Make a program the interpreter that the labs start."""
 
     def stand_in(program: str) -> Path:
         file = tmp_path / "stand in"
@@ -128,8 +128,8 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 def run_interpreted_tests(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Run the tests of a file that are marked `interpreted`, or named so, in Triton's interpreter; they must pass.
 
-    In a process of its own: Triton reads TRITON_INTERPRET when it is first imported. The slow ones run where this run
-    has slow tests.
+    They run in a separate process, because Triton reads TRITON_INTERPRET when it is first imported. Slow tests run if
+    this run has slow tests.
     """
     tier = request.config.option.markexpr
 
@@ -192,7 +192,7 @@ def pretended_gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def pretended_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended_gpus: list) -> Path:
-    """A C++ compiler and a ninja that start and make nothing, PyTorch with CUDA, and no GPU. Returns nvcc's path."""
+    """Pretend a C++ compiler and a ninja that produce nothing, PyTorch with CUDA, and no GPU. Returns nvcc's path."""
     (tmp_path / "bin").mkdir()
     for name in ("nvcc", "ninja"):
         (tmp_path / "bin" / name).symlink_to("/bin/true")

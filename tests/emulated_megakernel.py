@@ -65,7 +65,7 @@ class Launch:
 
 
 def emulate(model: DecoderModel, library: ctypes.CDLL, launch: object, monkeypatch: pytest.MonkeyPatch) -> Megakernel:
-    """Make the megakernel of a model on the CPU, which calls `launch` in place of the operator."""
+    """Make a model's megakernel on the CPU; it calls `launch` instead of the operator."""
     properties = SimpleNamespace(multi_processor_count=BLOCKS)
     for target, name, value in (
         (kernel, "load_operator", lambda: None),

@@ -60,7 +60,7 @@ class FinishedDrafts:
 
 
 class HashDrafter(FinishedDrafts):
-    """Knows the fake model's next tokens, now and then, and is wrong about some."""
+    """Sometimes knows the fake model's next tokens, and is wrong about some."""
 
     def __init__(self, seed: int, error_rate: float, num_tokens: int) -> None:
         self._random = random.Random(seed)
@@ -169,7 +169,7 @@ class HashRunner:
 
 
 class Sometimes:
-    """Says by chance that there is a guess."""
+    """Reports at random that there is a guess."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -293,7 +293,7 @@ def make_guessing_pipeline(
 class WindowRunner(FakeRunner):
     """The fake model with layers that see the last tokens: what these read through the tables that were sent is right.
 
-    The second pool holds what was written to the windowed blocks; whoever gets a block writes over what was there.
+    The second pool holds what was written to the windowed blocks; a block's next owner overwrites its content.
     """
 
     def __init__(self, scheduler: Scheduler, fail_at: frozenset[int] = frozenset()) -> None:

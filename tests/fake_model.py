@@ -59,7 +59,7 @@ def next_token(visible: list[tuple[int, int]]) -> int:
 
 
 def answer_alone(request: Request, max_total_len: int) -> tuple[list[int], str]:
-    """What the model answers to a request that has the machine to itself."""
+    """What the model answers to a request that runs alone."""
     tokens = list(request.prompt_token_ids)
     limit = min(len(tokens) + request.params.max_tokens, max_total_len)
     while True:
@@ -86,7 +86,7 @@ class LateTokens:
 
 
 class FakeRunner:
-    """Runs scheduled steps on the fake model, as a device does that is waited for.
+    """Runs scheduled steps on the fake model, like a device whose results are waited for.
 
     `fail_at`: numbers of steps that raise: half-way through, or, if even, when they are waited for.
     """
@@ -212,7 +212,7 @@ def make_calls(
     tokenizer: object = None,
     **options: object,
 ) -> Calls:
-    """An engine on the fake model. `late`: one that schedules a step before the tokens of the one before are known."""
+    """An engine on the fake model. `late`: it schedules a step before the previous step's tokens are known."""
     scheduler = Scheduler(**options)
     engine = Engine(scheduler, runner or runner_class(scheduler, fail_at), depth=int(late))
     return calls_of(engine, max_model_len, tokenizer or FakeTokenizer())

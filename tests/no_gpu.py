@@ -31,7 +31,7 @@ class PretendedDevice(TorchFunctionMode):
 
 
 def recorded_launches(monkeypatch: pytest.MonkeyPatch, module: object, *kernels: str) -> list[SimpleNamespace]:
-    """What is launched from now on: kernel, grid, arguments, and by their names those that have one. Nothing is run."""
+    """Record launches from now on: kernel, grid, arguments, and named arguments. Nothing is run."""
     launches: list[SimpleNamespace] = []
 
     class Recorder:

@@ -94,7 +94,7 @@ def recording_ranks(
 
 
 def admit_whoever_fits(served: stage_e_batching.LLM | Calls) -> None:
-    """Switch the watermark off: every request that fits is admitted, and preempted again in a small pool."""
+    """Switch the watermark off: every request that fits is admitted, and in a small pool preempted again."""
     served.engine.scheduler.watermark = lambda sequence: 0
 
 

@@ -1,4 +1,4 @@
-"""A server in a thread of the test's process: real sockets, a real engine, and a look at it from outside."""
+"""A server in a thread of the test's process: real sockets, a real engine, and helpers that observe it."""
 
 from __future__ import annotations
 

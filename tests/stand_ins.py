@@ -1,4 +1,4 @@
-"""On a CPU, what stands in for CUDA graphs, the megakernel and other processes; all that surrounds them is the same."""
+"""Stand-ins for CUDA graphs, the megakernel and other processes on a CPU; the code around them is the same."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def forwards_of(runner: StepRunner, kind: type) -> list:
 
 
 def with_megakernel(llm: stage_f_graph_tp.LLM, most_rows: int | None = None) -> tuple[StepRunner, FakeMegakernel]:
-    """The engine's runner made anew with a stand-in of the megakernel, for steps of up to `most_rows` requests."""
+    """Make the engine's runner again with a stand-in for the megakernel, for steps of up to `most_rows` requests."""
     runner, fake = llm.runner, FakeMegakernel(llm)
     layers, batch = runner.layers, runner.batch
     steps = MegakernelSteps(fake, runner.kv_cache, layers.tokens, batch.max_blocks, batch.max_model_len)

@@ -1,4 +1,4 @@
-"""Counts that are no times: that one outside its bounds is told, and what cannot run is named."""
+"""Counts, not times: a count outside its bounds is reported, and what cannot run is named."""
 
 from __future__ import annotations
 

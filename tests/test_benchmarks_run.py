@@ -119,6 +119,16 @@ def test_rounds_stop_when_the_time_is_up_but_one_always_runs():
     assert len(found["samples"]) == len(workload.rounds)
 
 
+def test_a_long_round_of_one_request_after_another_visits_the_ends_of_all_requests_first():
+    llm, workload = Clockwork(), make_workload("mixed", "cpu")
+    run_workload(llm, BY_NAME["B"], workload, "cpu", -1.0, 60.0, False)
+    *_, ends, whole = llm.calls
+    assert [n + out for n, out in ends] == [n + out for n, out in whole]
+    assert [out for _, out in ends] == [min(out, 5) for _, out in whole] != [out for _, out in whole]
+    run_workload(llm, BY_NAME["E"], workload, "cpu", -1.0, 60.0, False)
+    assert llm.calls[-1] == whole and llm.calls[-2] != ends
+
+
 def test_what_a_round_takes_adds_up_requests_only_for_engines_that_serve_one_at_a_time():
     workload = make_workload("decode32", "cpu")  # 8 requests of 32 tokens, after 8 of 1 token
 
@@ -324,8 +334,9 @@ def test_rows_of_a_study_can_be_measured_by_themselves():
         ("--publish mine --engines A", "", "--publish needs a clean commit"),  # nor is there git
         ("--engines A --repeats 0", "abc", "--repeats 0, --max-seconds 60: at least 1, and above 0"),
         ("--engines A --max-seconds 0", "abc", "--repeats 3, --max-seconds 0: at least 1"),
-        ("--publish mine --engines A --repeats 2", "abc", "3 repeats, and size cpu or gpu"),
-        ("--publish mine --engines A --size tiny", "abc", "3 repeats, and size cpu or gpu"),
+        ("--publish mine --engines A --repeats 2", "abc", "3 repeats (or a name that ends in -1, -2"),
+        ("--publish mine-1 --engines A --repeats 1", "abc-dirty", "--publish needs a clean commit"),
+        ("--publish mine --engines A --size tiny", "abc", "and size cpu or gpu"),
     ],
 )
 def test_what_cannot_be_measured_or_published_is_refused_before_anything_starts(
@@ -377,6 +388,13 @@ def test_what_is_published_is_a_whole_measurement(tmp_path, jobs, monkeypatch, i
     assert run.main(words.split()) == (0 if is_whole else 130)
     assert [job["kind"] for job in jobs.asked] == ["look", *["timing"] * 3]
     assert [path.name for path in tmp_path.glob("*.json")] == ["mine.json"] * is_whole
+
+
+def test_a_part_of_a_table_may_have_one_repeat(tmp_path, jobs, monkeypatch):
+    monkeypatch.setenv("BENCH_COMMIT", "0" * 40)
+    words = f"--engines A --workloads single --repeats 1 --output {tmp_path}/out/x.json --publish {tmp_path}/mine-2"
+    assert run.main(words.split()) == 0
+    assert [path.name for path in tmp_path.glob("*.json")] == ["mine-2.json"]
 
 
 @pytest.mark.parametrize("outcome", ["not_run", "error"])

@@ -35,7 +35,7 @@ def test_mixed_is_the_published_workload():
 
 
 def test_hashes_are_those_of_the_published_results():
-    """A hash that changes makes every committed results file worthless, so it must be meant to."""
+    """A changed hash makes every committed results file worthless, so it must change only on purpose."""
     assert {name: make_workload(name, "gpu").hash[:12] for name in workload_names()} == {
         "single": "3453730732d4",
         "decode32": "f13c9567b917",
@@ -97,6 +97,22 @@ def test_floors_on_an_h200(preset, single_ms, decode32_ms, mixed_s):
     assert found["decode32"]["step_ms"] == pytest.approx(decode32_ms, abs=5e-4)
     assert found["mixed"]["seconds"] == pytest.approx(mixed_s, rel=0.01)
     assert all(value > 0 for floor in found.values() for value in floor.values())
+
+
+def test_with_experts_a_step_reads_those_that_its_requests_touch():
+    dense, sparse = cost_of("qwen3-tiny"), cost_of("qwen3-moe-tiny")  # 4 of 16 experts per token
+    one, two, uneven = (Call("all", ((1, 2),) * len(out), out) for out in ((8,), (8, 8), (8, 2)))
+
+    def weights(cost: ModelCost, call: Call) -> float:
+        return cost.decode(call).num_bytes - call.context_tokens_read() * cost.kv_bytes_per_token
+
+    assert weights(dense, one) == weights(dense, two) == 8 * dense.weight_bytes
+    alone, both = weights(sparse, one) / 8, weights(sparse, two) / 8
+    expert = 2 * 3 * sparse.config.moe_intermediate_size * sparse.config.hidden_size
+    assert alone == sparse.weight_bytes
+    assert both - alone == pytest.approx(sparse.config.num_hidden_layers * 3 * expert), "7 experts instead of 4"
+    assert weights(sparse, uneven) == pytest.approx(2 * both + 6 * alone)
+    assert sparse.prefill(one).num_bytes > alone, "two tokens"
 
 
 def test_a_shared_prefix_is_computed_once():

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from contract.engines import ask
+from measured import ENVIRONMENT
 from ranks import forked_ranks
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.micro import expert_ranks
+from benchmarks.micro import expert_ranks, experts
+from benchmarks.render import tables
 from beyond.experts.parallel import check_expert_parallel
 from beyond.options import Options
 from beyond.quantization.floor import QuantizedBytes
@@ -382,6 +384,20 @@ def test_rows_that_other_ranks_need_are_as_many_as_the_formula_says() -> None:
     needs = torch.zeros(4000, 16).scatter_(1, rank_of[chosen], 1.0)
     assert needs.mean().item() == pytest.approx(expert_ranks.needed(16), rel=0.01)
     assert expert_ranks.needed(1) == 1
+
+
+def test_the_study_on_ranks_times_every_way_to_divide_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "MODEL", MODEL)
+    monkeypatch.setattr(experts, "BYTES", ModelBytes(preset_config(MODEL), 4))
+    monkeypatch.setattr(experts, "STEPS", 2)
+    options = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 64}
+    with forked_ranks():
+        rows = experts.time_ranks((2,), (1, 3), 3, options)
+    assert [row["ranks"] for row in rows[::2]] == [1, 2, 2, 2, 2] and all(len(row["samples"]) == 3 for row in rows)
+    lines = tables(experts, [{"kind": "experts", "environment": ENVIRONMENT, "part": "ranks", "rows": rows}])
+    heads, _, first, *others = lines["experts-ranks"][:7]
+    assert heads == "| ms per step | 1 request | 3 requests |" and first.startswith("| 1 GPU: all experts |")
+    assert [line.split(" | ")[0] for line in others] == [f"| 2 GPUs: {way}" for way in experts.DIVIDED]
 
 
 @pytest.mark.gpu

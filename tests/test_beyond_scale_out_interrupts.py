@@ -1,7 +1,7 @@
-"""An exception at any line of a step of several ranks: right tokens or an error, within seconds, and never a hang.
+"""An exception at any line of a step of several ranks: correct tokens or an error within seconds, and never a hang.
 
 One process survives an interrupt anywhere (`test_stage_e_interrupts.py`). Here the other ranks may be left waiting for
-what rank 0 would have sent them, which is an error; what they must never do is to go on with another step's tensors.
+what rank 0 would have sent them, which is an error; they must never continue with another step's tensors.
 
 A signal's handler may raise between any two lines, so every line of a call is a case. `EVERY_LINE=1` runs all of them
 (an hour); else a sample of them.

@@ -64,7 +64,7 @@ def engines() -> set[int]:
 
 
 def running(url: str) -> list[int]:
-    """How many requests each replica runs; as many numbers as there are replicas that serve."""
+    """How many requests each serving replica runs."""
     text = httpx.get(f"{url}/metrics", timeout=SECONDS).text
     return [int(count) for count in re.findall(r"num_requests_running\{[^}]*\} (\d+)", text)]
 

@@ -1,4 +1,4 @@
-"""Whatever bytes a connection brings, it ends in an answer or is closed, and everybody else is served meanwhile."""
+"""Any bytes on a connection lead to an answer or a closed connection, and all other clients are served meanwhile."""
 
 from __future__ import annotations
 

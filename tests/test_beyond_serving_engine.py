@@ -1,4 +1,4 @@
-"""One engine behind many clients: those who leave, those who read slowly, those who are too many, and its own end."""
+"""One engine behind many clients: clients that leave, that read slowly, that are too many; and the engine's end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def post_bytes(body: dict) -> bytes:
 
 @contextmanager
 def asked_without_reading(server, **body: object) -> Iterator[socket.socket]:
-    """A client that takes nothing in of an answer with more bytes than the buffers on the way hold."""
+    """A client that reads nothing of an answer with more bytes than all buffers hold."""
     [listening] = server.server.servers[0].sockets
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
     with socket.socket() as connection:
@@ -217,7 +217,7 @@ def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server,
         assert tokens and last["error"]["type"] == "server_error" and "secret" not in last["error"]["message"]
         assert "secret detail" in capsys.readouterr().err  # the log
         assert not llm.engine.scheduler.has_unfinished()  # already, and not only after the next step
-        assert get(server, "/health").status_code == 503  # it has tried a step of its own, which failed too
+        assert get(server, "/health").status_code == 503  # it has tried another step, which failed too
         wait_until(lambda: get(server, "/health").status_code == 200)  # and this one did not: nobody else need try
     assert ask(server, max_tokens=2).status_code == 200
 
@@ -252,7 +252,7 @@ def news():
 
 @pytest.fixture
 def loop(llm, news):
-    """An engine's loop of its own, which tells its `news`."""
+    """A separate engine loop, which tells its `news`."""
     loop = EngineLoop(llm.calls, lambda now, what: news.put(what))
     yield loop
     loop.close()

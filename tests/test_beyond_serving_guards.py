@@ -1,4 +1,4 @@
-"""Whatever a stranger sends is answered with what was wrong, and leaves the engine as good as before."""
+"""Any invalid request is answered with its error, and does not affect the engine."""
 
 from __future__ import annotations
 

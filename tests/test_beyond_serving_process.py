@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what crosses between the two, and what becomes of either when the other ends."""
+"""The engine in a separate process: messages between the two processes, and what happens to one when the other ends."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def served(process):
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process; one that has ended and waits to be asked how does not count."""
+    """Whether there is such a process; a zombie does not count."""
     with suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -115,7 +115,7 @@ def test_an_error_crosses_with_its_traceback_and_the_engine_recovers_by_itself(s
     assert "secret detail" in log and "in the engine's process" in log and "in run_step" in log
     assert "requests that this ended: 1" in log
     assert served.llm.engine_loop.failure is not None
-    wait_until(lambda: get(served, "/health").status_code == 200)  # it has tried a step of its own
+    wait_until(lambda: get(served, "/health").status_code == 200)  # it has tried another step
     assert served.llm.engine_loop.failure is None
 
 

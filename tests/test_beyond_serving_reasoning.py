@@ -1,4 +1,4 @@
-"""Reasoning told apart from the answer, and the server's own arguments of the chat template."""
+"""Reasoning separated from the answer, and the server's arguments for the chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ llm = engine(max_num_seqs=8, num_kvcache_blocks=256)
 
 
 def split(text: str, size: int, prompt: str = "") -> tuple[str, str]:
-    """What is told of an answer that comes in pieces of `size` characters."""
+    """What is reported of an answer that comes in pieces of `size` characters."""
     splitter, pieces = ReasoningSplit(prompt), [text[i : i + size] for i in range(0, len(text), size)] or [""]
     told = [splitter.feed(piece, i == len(pieces)) for i, piece in enumerate(pieces, 1)]
     return "".join(reasoning for reasoning, _ in told), "".join(answer for _, answer in told)

@@ -1,4 +1,4 @@
-"""The soak over HTTP, for seconds: strangers who leave, who are wrong or too many, and right answers for all others."""
+"""The soak over HTTP, for seconds: clients that leave, err or are too many, and correct answers for all others."""
 
 from __future__ import annotations
 

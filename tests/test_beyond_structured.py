@@ -83,7 +83,7 @@ def allowed(matcher: Matcher) -> np.ndarray:
 
 
 def is_forced(found: list[str]) -> bool:
-    """Whether each text begins the next longer one: then there is one way to go on, of more or fewer tokens."""
+    """Whether each text is a prefix of the next longer one: then only one continuation is possible."""
     ordered = sorted(found, key=len)
     return all(longer.startswith(shorter) for shorter, longer in zip(ordered, ordered[1:], strict=False))
 

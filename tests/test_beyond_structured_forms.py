@@ -1,4 +1,4 @@
-"""Forms that libraries of grammars read wrongly: each is served right, or refused on arrival with its place."""
+"""Constraints that grammar libraries misread: each is served correctly, or refused on arrival with its place."""
 
 from __future__ import annotations
 

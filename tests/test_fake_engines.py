@@ -45,7 +45,7 @@ def test_whatever_arrives_aborts_or_fails_every_answer_is_the_one_it_would_get_a
 
 @st.composite
 def tight_settings(draw) -> dict[str, object]:
-    """An engine with room for one or two requests, one of which may have penalties, and often for one token a step."""
+    """An engine with room for one or two requests, one of them with penalties, and often one token per step."""
     max_num_seqs, block_size = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 5]))
     return {
         "block_size": block_size,

@@ -1,4 +1,4 @@
-"""A whole class: submissions as learning platforms hand them out, runs that are interrupted, and late days."""
+"""A whole class: submissions as learning platforms export them, interrupted runs, and late days."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a learner's folder to a row of the course's table: archives of other systems, and what is wrong with them."""
+"""From a learner's folder to a row of the course's table: archives from other systems, and their errors."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LEFT_OUT = shutil.ignore_patterns(
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as somebody gets it."""
+    """A fresh clone of the repository."""
     return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("fresh") / "clone", ignore=LEFT_OUT))
 
 
@@ -31,7 +31,7 @@ def make(clone: Path, *words: str) -> str:
 
 
 def run(clone: Path, *command: str, status: int = 0) -> tuple[str, str]:
-    """What a command says in the clone, on its output and beside it."""
+    """What a command prints in the clone, on stdout and stderr."""
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout, done.stderr

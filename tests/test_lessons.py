@@ -56,7 +56,7 @@ NOT_CITED = {"keepachangelog.com"}  # the form of the changelog
 
 
 def of_whom(address: str) -> str:
-    """Whose page it is: of a host, or of a repository on GitHub."""
+    """The owner of a page: a host, or a repository on GitHub."""
     host, *path = address.partition("://")[2].split("/")
     return "/".join([host, *path[:2]]).lower() if host == "github.com" else host
 

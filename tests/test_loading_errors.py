@@ -1,5 +1,5 @@
-"""What a model says that cannot be loaded: the same in stage A, which builds the model of transformers, in stage D,
-which builds its own, on several ranks and in 8 bits; and one line that names the file and the field."""
+"""Errors of models that cannot be loaded: the same in stage A, which builds transformers' model, in stage D, which
+builds its own, on several ranks and in 8 bits; and one line that names the file and the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader types after `make` reaches the program as it is."""
+"""What a reader types after `make` reaches the program unchanged."""
 
 from __future__ import annotations
 

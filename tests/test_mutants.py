@@ -1,4 +1,4 @@
-"""What `python -m tools.mutants` changes, and that its lists are still about the code that is there."""
+"""What `python -m tools.mutants` changes, and that its lists still match the code."""
 
 from __future__ import annotations
 

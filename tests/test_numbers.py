@@ -17,7 +17,7 @@ pytestmark = pytest.mark.fast
 MEASURED = re.compile(
     r"(?<![\w.,×-])(?:\d[\d,.]*\d|\d)\s*(?:[nµm]?s\b|(?:seconds|tokens/s|requests/s|[GT]B/s|TFLOP/s|毫秒|微秒|秒|倍)|%|×(?!\s*\d))"
 )
-# What is no sentence: code, tables and excerpts that are written, addresses.
+# What is not a sentence: code, generated tables and excerpts, addresses.
 HIDDEN = r"^```.*?^```|<!-- ([\w:-]+) -->\n.*?<!-- /\1 -->|`[^`\n]*`|\]\((?!http)[^)]*\)"
 
 

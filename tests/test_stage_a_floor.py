@@ -35,7 +35,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def more_threads() -> Iterator[Callable]:
-    """Another number of threads than the process has, which is another device for a copy."""
+    """A number of threads other than the process's; for a copy this counts as another device."""
     before = torch.get_num_threads()
     yield lambda: torch.set_num_threads(before + 1)
     torch.set_num_threads(before)

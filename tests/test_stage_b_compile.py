@@ -1,4 +1,4 @@
-"""The compiled decode step: the same tokens, one program a cache length, and a clear word where it cannot work."""
+"""The compiled decode step: the same tokens, one program per cache length, and a clear error where it cannot work."""
 
 from __future__ import annotations
 

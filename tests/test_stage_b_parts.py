@@ -1,4 +1,4 @@
-"""The parts of stage B by themselves: the static cache, attention over it, the token log."""
+"""The parts of stage B: the static cache, attention over it, the token log."""
 
 from __future__ import annotations
 

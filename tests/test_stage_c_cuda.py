@@ -1,4 +1,4 @@
-"""The CUDA kernels: they compile with nvcc alone, some run on a CPU too, and on a GPU every one is right, always."""
+"""The CUDA kernels: they compile with nvcc alone, some run on a CPU too, and all are always correct on a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.compiler
 
 KERNELS = GPU_KERNELS[:3]
 KERNEL_SOURCES = [source for sources in SOURCES.values() for source in sources if source.endswith(".cu")]
-# An older architecture for the kernel that has nothing to run there, and must compile all the same.
+# An older architecture, on which this kernel cannot run but must still compile.
 COMPILATIONS = [*((source, "90") for source in KERNEL_SOURCES), ("stage_c/mlp_fused.cu", "80")]
 QWEN = ModelConfig(151936, 896, 4864, (LayerKind(),) * 24, 14, 2, 64, 1e-6, 8192, True, False, True)
 MACROS = {"stage_f/launch.cu": shape_macros(QWEN, torch.bfloat16, 132)}  # it is compiled for one model

@@ -1,4 +1,4 @@
-"""The lesson on CUDA: its kernels are right in the emulator, and the bugs that it speaks of show there."""
+"""The lesson on CUDA: its kernels are correct in the emulator, and the bugs that it describes show there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators of stage C: right against float64, shapes for torch.compile, and errors that say what was wrong."""
+"""The operators of stage C: compared with float64, shapes for torch.compile, and errors that say what was wrong."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CPU_KERNELS, GPU_KERNELS = ("auto", "fused", "library"), ("naive", "warp", "fuse
 def test_every_kernel_matches_float64(kernel, device, dtype):
     operator, reference = OPERATORS[kernel != "classical"]
     chosen = [] if kernel in ("auto", "classical") else [kernel]
-    # In the classical block long sums one after the other: on a GPU twice the error of the others' partial sums.
+    # The classical block adds long sums sequentially: on a GPU it has twice the error of the others' partial sums.
     tolerance = TOLERANCE[dtype] * (2 if kernel == "classical" and device == "cuda" else 1)
     sizes = SIZES if device == "cpu" else GPU_SIZES
     for seed, (rows, hidden, inter) in enumerate([*sizes, (2, 30, 50)] if kernel == "classical" else sizes):  # any size
@@ -116,7 +116,7 @@ def test_a_float16_weight_that_is_no_number_stays_none(value):
 def test_rows_with_a_large_mean_keep_their_digits(device):
     # E[x^2] - E[x]^2 in float32 would be wrong in the first digit here.
     inputs = make_inputs(fused_ln_mlp, 3, 896, 64, torch.float32, device, mean=1000.0)
-    # x itself is rounded to 6e-5 at 1000, which float64 sees too; what is left is the kernels' own error.
+    # x itself is rounded to 6e-5 at 1000, in float64's input too; the rest is the kernels' error.
     assert error(fused_ln_mlp(*inputs, EPS), ln_mlp_reference, inputs) < 2e-4
 
 

@@ -34,7 +34,7 @@ BATCHES = {
 def make_batch(query_lens, context_lens, heads, kv_heads, head_dim, block_size, device=CPU, dtype=F32, window=0):
     """(query, k_cache, v_cache, metadata): shuffled blocks, NaN wherever no sequence has a key.
 
-    With a window, blocks that lie outside it are no sequence's: NaN, or of no number where the table has none.
+    With a window, blocks outside of it belong to no sequence: they hold NaN, or the table has no number for them.
     """
     generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
     needed = [-(-length // block_size) for length in context_lens]

@@ -1,4 +1,4 @@
-"""The block allocator: sharing, eviction, reference counts, and the books in any order of operations."""
+"""The block allocator: sharing, eviction, reference counts, and consistent counts in any order of operations."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def test_the_memory_report_counts_a_shared_block_once():
 class BlockManagerMachine(RuleBasedStateMachine):
     """Any order of allocate, append, share, free and evict, on a pool that is always too small.
 
-    Beside the manager runs a model of the pool's *content*: what a computed token would have written is a function of
-    its whole prefix. A sequence that reads anything else than its own prefix from its blocks has been given wrong ones.
+    A model of the pool's *content* runs along with the manager: what a computed token would have written is a function
+    of its whole prefix. A sequence whose blocks contain anything other than its own prefix has wrong blocks.
     """
 
     def __init__(self) -> None:

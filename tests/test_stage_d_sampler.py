@@ -34,7 +34,7 @@ class Operators(TorchDispatchMode):
 
 
 def batch_of(params: list[SamplingParams], rows: int, device: str = "cpu") -> tuple[BatchSampler, list[Completion]]:
-    """A sampler with a batch of requests that ask for these in turn; each has generated other tokens so far."""
+    """A sampler with a batch of requests that use these parameters in turn, with different tokens so far."""
     sampler = BatchSampler(rows, rows, VOCAB, 4096, torch.device(device))
     completions = [completion_of([1, 2 + row, 2 + row], params[row % len(params)], seed=row) for row in range(rows)]
     for row, completion in enumerate(completions):

@@ -1,4 +1,4 @@
-"""Stage E's own about calls: waking threads that wait, one reader at a time, its options, and its trace."""
+"""Calls in stage E: waking waiting threads, one reader at a time, its options, and its trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGES = [engine for engine in ENGINES if engine.name in ("e", "f")]
 
 
 class SlowRunner(CountingRunner):
-    """A runner whose steps end when they are allowed to."""
+    """A runner whose steps end when the test allows it."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -37,7 +37,7 @@ class SlowRunner(CountingRunner):
 
 
 def told_wait(mailbox: Mailbox) -> threading.Event:
-    """An event that is set as soon as a thread waits at the mailbox."""
+    """An event that is set when a thread waits at the mailbox."""
     waits, wait_there = threading.Event(), mailbox.wait
     mailbox.wait = lambda seconds: waits.set() or wait_there(seconds)
     return waits

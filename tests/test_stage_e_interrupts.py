@@ -1,4 +1,4 @@
-"""An exception at any moment of a step costs other calls nothing: not a piece of text, not a logprob, not an end."""
+"""An exception at any moment of a step costs other calls nothing: no piece of text, no logprob and no end."""
 
 from __future__ import annotations
 

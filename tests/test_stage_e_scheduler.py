@@ -99,7 +99,7 @@ def test_a_prompt_that_is_scored_gets_its_blocks_under_lasting_overload_and_then
     after = calls.engine.counters.num_finished
     assert any(step_under_load() > after + MAX_OVERTAKES for _ in range(200))
     assert not scheduler.allocate(scored, 60)
-    scheduler.free(scored)  # whoever asked has gone: nobody waits for it
+    scheduler.free(scored)  # the caller has gone: nothing waits for it
     after = calls.engine.counters.num_finished
     assert any(step_under_load() > after + 2 * MAX_OVERTAKES for _ in range(400))
 
@@ -207,7 +207,7 @@ def test_a_prompt_under_way_is_preempted_before_an_older_decode():
         add(calls, 3, 60, phrase=i + 1)
     while len(calls.engine.scheduler.decoding) < 3:
         calls.step()
-    add(calls, 40, 4, phrase=4)  # one token a step is left for it
+    add(calls, 40, 4, phrase=4)  # one token per step is left for it
     while not calls.engine.runner.steps[-1].preempted:
         calls.step()
     [preemption] = calls.engine.runner.steps[-1].preempted

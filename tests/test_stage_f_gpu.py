@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
+import torch
 from contract.engines import CHATS, ids
 from stand_ins import forwards_of
 
@@ -23,7 +25,7 @@ SMALL = {"device": "cuda", "gpu_memory_utilization": 0.1, "max_num_seqs": 16}  #
 
 
 def answers(prompts, params, **options) -> list[dict]:
-    """Of an engine that is gone afterwards: it would hold all the memory that the next one may use."""
+    """Answers of an engine that is deleted afterwards, because it would hold all memory that the next one needs."""
     return stage_f_graph_tp.LLM("tutor", dtype="float32", **SMALL, **options).generate(prompts, params, False)
 
 
@@ -100,6 +102,41 @@ def test_everything_a_sampler_can_do_goes_through_graphs():
 
 
 @pytest.mark.gpu
+def test_a_single_prompts_graph_samples_what_the_sampler_does_without_it():
+    """Three times each: the first time it is recorded, and a penalty must count the token of that run once."""
+    params = [
+        SamplingParams(temperature=0.8, seed=3, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0, repetition_penalty=1.4, frequency_penalty=0.7, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, max_tokens=6, ignore_eos=True),
+    ]
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 32}
+    found = []
+    for eager in ({}, {"enforce_eager": True, "without": "overlap"}):
+        llm = stage_f_graph_tp.LLM("tutor", dtype="float32", **SMALL, **options, **eager)
+        found.append([ids(llm.generate([PROMPTS[i]], p, False)) for p in params for i in (1, 3, 4) for _ in range(3)])
+        llm.close()
+        del llm
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_compiling_kernels_launches_none_of_them():
+    compile_kernels = pytest.importorskip("stage_f_graph_tp.compile_kernels").compile_kernels
+    elementwise = pytest.importorskip("stage_f_graph_tp.kernels.elementwise")
+    x, weight = torch.randn(2, 7, 96, device="cuda"), torch.rand(96, device="cuda")
+    kernel = elementwise._rms_norm_kernel
+    before = len(kernel.device_caches[0][0])
+    torch.cuda.synchronize()
+    out: list[torch.Tensor] = []
+    with patch.object(torch, "empty_like", lambda like: torch.full_like(like, 5.0)):
+        compile_kernels(lambda: out.append(elementwise.rms_norm(x[0], weight, 1e-6)))
+    assert (out[0] == 5.0).all() and len(kernel.device_caches[0][0]) == before + 1
+    expected = torch.nn.functional.rms_norm(x[1], (96,), weight, 1e-6)
+    torch.testing.assert_close(elementwise.rms_norm(x[1], weight, 1e-6), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
 def test_a_backend_that_cannot_be_recorded_runs_eagerly_and_says_so(tutors_answers, capfd):
     llm = stage_f_graph_tp.LLM("tutor", attention_backend="reference", **SMALL)
     assert not forwards_of(llm.runner, DecodeGraphs) and "CUDA graphs: not used" in capfd.readouterr().err
@@ -117,7 +154,7 @@ def test_recording_writes_no_kv_and_its_memory_is_reported(capfd):
 
 @pytest.mark.gpu
 def test_a_long_prompt_in_small_chunks_is_read_right():
-    """Chunks that sample nothing are ordered one after another: the input of one may not be overwritten too early."""
+    """Chunks that sample nothing are launched one after another: the input of one must not be overwritten too early."""
     prompt = [(i * 7919) % 4000 + 5 for i in range(3000)]
     found = [ids(answers([prompt], GREEDY, max_num_batched_tokens=tokens)) for tokens in (16, 4096)]
     assert found[0] == found[1]

@@ -1,6 +1,6 @@
 """Padding to recorded sizes changes no token and touches no page.
 
-A CPU has no CUDA graphs, but all that surrounds them is the same there: `EagerRecorder` stands in for them. Tokens of
+A CPU has no CUDA graphs, but the code around them is the same: `EagerRecorder` stands in for them. Tokens of
 recorded engines under preemption, and of every kind of sampling, are in `contract/`.
 """
 
@@ -33,7 +33,7 @@ WARM = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
 def build(
     sizes: list[int], model: str = MODEL, prefills: tuple[int, ...] = (), **options: object
 ) -> tuple[stage_f_graph_tp.LLM, Counter[int | str]]:
-    """Stage F with a recorded step for each of these sizes, and the count of their replays."""
+    """Build stage F with a recorded step for each of these sizes; return it with the count of their replays."""
     llm = stage_f_graph_tp.LLM(model, device="cpu", **options)
     recorder = EagerRecorder()
     llm.runner.capture(recorder, sizes, prefills)

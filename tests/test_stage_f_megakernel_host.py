@@ -18,6 +18,7 @@ from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp import extension as builder
 from stage_d_paged.config import LayerKind, ModelConfig
 from stage_d_paged.rope import Rope
+from stage_f_graph_tp import megakernel
 from stage_f_graph_tp.megakernel import choose_decode_step, kernel, most_rows
 
 pytestmark = pytest.mark.fast
@@ -39,7 +40,7 @@ def test_each_shape_dtype_and_gpu_has_a_library_of_its_own_and_the_same_has_the_
     libraries |= {library_of(SHAPE), library_of(SHAPE, torch.float16)}
     libraries |= {library_of(SHAPE, torch.bfloat16, 114), library_of(SHAPE, torch.bfloat16, 132, True)}
     assert len(libraries) == 11
-    # What the kernel is not compiled for is not in the key: the two can share a library.
+    # The key has only what the kernel is compiled for, so the two can share a library.
     assert library_of(replace(SHAPE, layers=(LayerKind(0, Rope(5e5)),) * 2, rms_norm_eps=1e-5)) == library_of(SHAPE)
 
 
@@ -48,6 +49,28 @@ def test_the_library_that_is_compiled_is_that_of_the_shape(pretended_toolchain, 
     with pytest.raises(builder.ExtensionError, match="building megakernel_of_shape failed"):
         kernel.load_kernel(SHAPE, torch.float16, 114, trace=True)
     assert library_of(SHAPE, torch.float16, 114, True).parent.exists()
+
+
+@pytest.mark.parametrize(("head_dim", "compiler"), [(64, True), (64, False), (96, True)])
+def test_libraries_are_built_early_where_a_model_and_a_machine_can_use_them(monkeypatch, head_dim, compiler):
+    def require_cuda() -> None:
+        if not compiler:
+            raise builder.ExtensionError("no nvcc")
+
+    def thread(target, args, daemon) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: target(*args))
+
+    built = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(megakernel, "threading", SimpleNamespace(Thread=thread))
+    monkeypatch.setattr(megakernel, "plan", lambda name: SimpleNamespace(require_cuda=require_cuda))
+    monkeypatch.setattr(megakernel, "load_extension", built.append)
+    monkeypatch.setattr(megakernel, "load_kernel", lambda *shape: built.append(shape))
+    shape = replace(SHAPE, head_dim=head_dim)
+    megakernel.build_early(shape, torch.bfloat16, torch.device("cuda"))
+    megakernel.build_early(shape, torch.bfloat16, torch.device("cpu"))
+    assert built == (["megakernel", (shape, torch.bfloat16, 132)] if head_dim == 64 and compiler else [])
 
 
 def test_the_kernel_is_given_every_size_that_it_asks_for():
@@ -124,7 +147,7 @@ def test_where_it_cannot_run_one_line_says_why(
 
 
 def test_the_workspace_is_made_as_new_before_the_flags_have_counted_through(monkeypatch):
-    """With so many layers they do after 3 steps."""
+    """With this many layers the flags overflow after 3 steps."""
     model = make_model(SHAPE, torch.bfloat16, device="cpu")
 
     class Deep(ModelConfig):

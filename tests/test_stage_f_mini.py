@@ -1,4 +1,4 @@
-"""The smallest persistent kernel, in all versions: right on the emulator, and a wait that is missing is noticed."""
+"""The smallest persistent kernel, in all versions: correct in the emulator, and a missing wait is noticed."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_all_ranks_choose_the_token_of_the_whole_row(vocab, ranks):
 
 def test_stacking_by_the_one_shot_all_reduce_is_exact(monkeypatch):
     class OneShot:
-        """Stands in for the GPUs': adds up by gloo what fits: three ranks' parts of 24 bytes, not of 96."""
+        """Stands in for the one-shot all-reduce: gloo adds up three ranks' parts of 24 bytes; 96 do not fit."""
 
         def __init__(self, group: RankGroup) -> None:
             self.group, self.calls = group, 0

@@ -53,7 +53,7 @@ def computed(terms: str) -> tuple[float, float]:
 
 
 def disagreements(text: str) -> list[str]:
-    """What does not come out: a sum, or the one ratio of a sentence whose two figures an arrow joins."""
+    """Figures that disagree: a sum, or the only ratio of a sentence whose two figures an arrow joins."""
     text = re.sub(r"<!--=?[\w.: -]+-->", "", re.sub(HIDDEN, "", text, flags=re.DOTALL | re.MULTILINE))
     wrong = []
     for sentence in SENTENCE.split(re.sub(r"(?<=\S)\n(?=[^\s|*-])", " ", text)):

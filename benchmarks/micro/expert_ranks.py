@@ -1,22 +1,22 @@
-"""Experts on ranks: a part of every expert against whole ones, what a rank reads and sends, and how even the load is.
+"""Experts on several ranks: bytes read and sent with parts of experts or whole ones, and how balanced the load is.
 
-    python -m benchmarks.micro expert_ranks                   # read and sent on eight ranks; `part=bytes`
+    python -m benchmarks.micro expert_ranks                   # bytes read and sent on eight ranks; `part=bytes`
     python -m benchmarks.micro expert_ranks part=crossing     # from how many tokens in a step whole experts win
-    python -m benchmarks.micro expert_ranks part=balance      # a router with preferences, and copies of hot experts
+    python -m benchmarks.micro expert_ranks part=balance      # a router with preferences, and copies of popular experts
 
-Nothing is timed. Steps of one layer are simulated: each token chooses its experts at random, and what every rank would
-read and send is counted. The assumptions:
+Nothing is timed. Steps of one layer are simulated: each token chooses its experts at random, and the study counts what
+every rank would read and send. The assumptions:
 
 - The tokens of a step are divided evenly among the ranks, and a row has `hidden` numbers of two bytes.
 - With a part of every expert, a row goes to all other ranks, and a sum comes back from each of them (an all-reduce of
   all tokens sends as much). With whole experts, both happen only for the ranks of its experts.
-- A rank reads an expert once per step, if a token chose it. A step lasts as long as its slowest rank.
+- A rank reads an expert once per step if a token chose it. A step takes as long as its slowest rank.
 - Router: a token's experts are sampled one after another, without repetition; the expert that is the i-th most popular
   has a probability in proportion to `1 / i ** zipf`. 0 is a router without preferences.
 - Without copies, experts are given to the ranks in a random order. With copies, the popularity of every expert is
-  known. The expert with the most rows per copy gets the next copy; then the experts are placed, those with most rows
-  per copy first, each on the rank with the least load that has room and lacks it. The copies of an expert share its
-  rows evenly.
+  known. The expert with the most rows per copy gets the next copy. Then the experts are placed in the order of their
+  rows per copy, the most first, each on the rank with the least load that has room and does not have it yet. The copies
+  of an expert share its rows evenly.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ROW = 2 * CONFIG.hidden_size  # bytes
 EXPERT = 3 * EXPERTS.size * ROW  # bytes of gate, up and down
 STEPS = 50  # simulated per number of tokens
 RANKS, TOKENS = (2, 4, 8, 16), (8, 32, 128, 512, 2048)
-DOUBLED = tuple(2**i for i in range(4, 13))  # tokens among which the crossing is sought
+DOUBLED = tuple(2**i for i in range(4, 13))  # numbers of tokens at which the two ways are compared
 MEMORY = 4.25e12  # bytes read per second: about what copies of an H200 measure
-LINKS = {"NVLink": 450e9, "network": 50e9}  # bytes sent per second each way: what the makers of both say
+LINKS = {"NVLink": 450e9, "network": 50e9}  # bytes sent per second in each direction, by the data sheets
 FEW, MANY, BALANCED = 32, 512, 8  # tokens of a step of decodes, and of one with prompts; ranks
 ZIPF, COPIES = (0.0, 0.5, 1.0), (0, 8, 32)
 

@@ -1,14 +1,17 @@
-"""Experts: what a decode step reads and takes by the number of requests, and the experts that it touches.
+"""Mixture of experts: bytes and time of a decode step by the number of requests, and the experts that it touches.
 
     python -m benchmarks.micro experts                     # counted; `part=floor`
     python -m benchmarks.micro experts part=step           # timed on a GPU, as the others are
     python -m benchmarks.micro experts part=skewed         # the same with a router that prefers some experts
+    python -m benchmarks.micro experts part=ranks          # on one GPU and on two; `ranks=2,4`: also on four
     python -m benchmarks.micro experts part=tiles          # the products alone, by how they are divided
 
 *floor*: bytes of weights under a router that chooses all experts equally often. *step*: the whole engine. The prompts
 differ, and the experts are counted in the same steps of an engine without graphs: a step's floor is what these experts
-and all other weights take to read. *skewed*: an eighth of the router's rows are three times as large. *tiles*: one
-layer's products in a CUDA graph over all layers, each with its own weights.
+and all other weights take to read. *skewed*: an eighth of the router's rows are three times as large. *ranks*: the
+engine with every way to divide experts among GPUs; the ways that the host must follow step by step run without graphs,
+and so does one that could be recorded, to compare them with. *tiles*: one layer's products in a CUDA graph over all
+layers, each with its own weights.
 """
 
 from __future__ import annotations
@@ -35,20 +38,34 @@ MODEL = "qwen3-30b-a3b"
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPT, STEPS, COUNTED = 64, 64, 4  # tokens of a prompt; steps that are timed, and whose experts are counted
 TILED = (("pairs", 1), ("pairs", 8), ("blocks", 8), ("blocks", 32), ("blocks", 256), ("blocks", 4096))
+FEW = (1, 8, 32, 256)  # requests on ranks
+DIVIDED = {  # ways to divide the experts among ranks
+    "parts of experts": {},
+    "whole experts, `sum`": {"expert_parallel": "sum"},
+    "parts of experts, no graphs": {"enforce_eager": True},
+    "whole experts, `all_to_all`, no graphs": {"expert_parallel": "all_to_all", "enforce_eager": True},
+}
 OPTIONS = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 256, "attention_backend": "triton"}
 OPTIONS |= {"num_kvcache_blocks": 1024, "kvcache_block_size": 64}
 BYTES = ModelBytes(preset_config(MODEL), 2)
 EXPERTS = next(experts for experts in experts_of_layers(BYTES.config) if experts is not None)
 
 
-def measure(part: str = "floor", requests: tuple[int, ...] = REQUESTS, repeats: int = 5) -> dict:
+def measure(
+    part: str = "floor", requests: tuple[int, ...] = (), repeats: int = 5, ranks: tuple[int, ...] = (2,)
+) -> dict:
     """One part of the study.
+
+    Args:
+        requests: by default 1 to 256.
+        ranks: of the part `ranks`.
 
     Raises:
         ValueError: there is no such part, or no GPU that it needs.
     """
-    if part not in ("floor", "step", "skewed", "tiles"):
-        raise ValueError(f"experts has no part {part!r}; there are: floor, step, skewed, tiles")
+    if part not in ("floor", "step", "skewed", "ranks", "tiles"):
+        raise ValueError(f"experts has no part {part!r}; there are: floor, step, skewed, ranks, tiles")
+    requests = requests or (FEW if part == "ranks" else REQUESTS)
     if part == "floor":
         counts = {n: expected(n) for n in requests} | {"all": EXPERTS.count}
         return {
@@ -63,6 +80,8 @@ def measure(part: str = "floor", requests: tuple[int, ...] = REQUESTS, repeats: 
     if part == "tiles":
         return {"part": part, "rows": with_engine(time_tiles, LLM, f"random:{MODEL}", enforce_eager=True, **OPTIONS)}
     options = OPTIONS | {"max_num_seqs": max(requests), "enable_prefix_caching": False}
+    if part == "ranks":
+        return {"part": part, "rows": time_ranks(ranks, requests, repeats, options)}
     counted = with_engine(
         lambda llm: {n: count_touched(llm, n) for n in requests},
         make_llm,
@@ -73,15 +92,26 @@ def measure(part: str = "floor", requests: tuple[int, ...] = REQUESTS, repeats: 
     )
     print(f"experts touched: {counted}", flush=True)
     rows = with_engine(
-        lambda llm: [
-            timed([step_seconds(llm, n) for _ in range(1 + repeats)][1:], requests=n, touched=counted[n])
-            for n in requests
-        ],
+        lambda llm: [timed(samples_of(llm, n, repeats), requests=n, touched=counted[n]) for n in requests],
         make_llm,
         part,
         **options,
     )
     return {"part": part, "rows": rows}
+
+
+def time_ranks(ranks: tuple[int, ...], requests: tuple[int, ...], repeats: int, options: dict) -> list[dict]:
+    """Seconds of a step on one GPU, and on several with every way to divide the experts."""
+    ways = [(1, "all experts", {}), *((n, way, own) for n in ranks for way, own in DIVIDED.items())]
+    rows = []
+    for size, way, own in ways:
+        own = own | ({"tensor_parallel_size": size} if size > 1 else {})
+
+        def time_engine(llm: LLM, **what: object) -> list[dict]:
+            return [timed(samples_of(llm, n, repeats), **what, requests=n) for n in requests]
+
+        rows += with_engine(partial(time_engine, ranks=size, way=way), LLM, f"random:{MODEL}", **options, **own)
+    return rows
 
 
 def floor_seconds(requests: int, touched: float, copy_bytes_per_s: float) -> float:
@@ -107,6 +137,11 @@ def prompts_of(requests: int) -> list[list[int]]:
     """Different random tokens for every request."""
     numbers = random.Random(0)
     return [numbers.choices(range(1, BYTES.config.vocab_size), k=PROMPT) for _ in range(requests)]
+
+
+def samples_of(llm: LLM, requests: int, repeats: int) -> list[float]:
+    """Seconds of a decode step of all requests; a first run, which warms up, is left out."""
+    return [step_seconds(llm, requests) for _ in range(1 + repeats)][1:]
 
 
 def step_seconds(llm: LLM, requests: int) -> float:

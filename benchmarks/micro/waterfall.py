@@ -1,11 +1,9 @@
 """Where the time of a decode step goes: attention, MLP, LM head, the work between them, and idle time.
 
-Stages A, B and C run the same model, so their kernels come in the same order: in each layer the products of Q, K and V,
-attention, the output product, then the MLP; after the last layer the LM head. A request is recorded under PyTorch's
-profiler and divided by that order. The time of a step is measured by the engine, without the profiler; its idle part is
-the time in which no kernel runs. On a CPU the spans are operators.
-
-Attention is found by its kernel's name. Compiled kernels have no such name, so compiled steps are measured with `sdpa`.
+Stages A, B and C run the same model, so their products come in the same order: in each layer those of Q, K and V, those
+of attention where the compiler writes it out, the output product, then the MLP; after the last layer the LM head. A
+request is recorded under PyTorch's profiler and divided by that order. The time of a step is measured by the engine,
+without the profiler; its idle part is the time in which no kernel runs. On a CPU the spans are operators.
 """
 
 from __future__ import annotations
@@ -21,9 +19,10 @@ from benchmarks.micro import with_engine
 from benchmarks.trace import Span, record
 from stage_a_naive.sampling import SamplingParams
 
-ENGINES = ("A", "B", "B compiled[sdpa=True]", "C", "C compiled[sdpa=True]")
+ENGINES = ("A", "B", "B compiled", "C", "C compiled")
 PARTS = ("attention", "MLP", "LM head", "other kernels", "idle")
 CONTEXT, STEPS, REPEATS = 128, 8, 7
+TIMED = 120  # steps in a sample: enough that what happens once per request hardly counts, in the same size of cache
 ATTENTION = ("scaled_dot_product", "flash", "fmha", "attention")
 PRODUCTS = ("nvjet", "gemm", "gemv", "cutlass", "addmm", "linear", "mm")
 FUSED_MLP = ("swiglu", "fused_kernel", "warp_kernel", "naive_kernel")  # stage C's operator is norm and MLP in one
@@ -35,51 +34,46 @@ def is_one_of(span: Span, words: tuple[str, ...]) -> bool:
     return any(word in name for word in words) and not any(word in name for word in GENERATED)
 
 
-def parts_of_steps(spans: list[Span], num_layers: int) -> list[tuple[str, Span]]:
-    """Name the part of every span of the decode steps; the first pass, the prefill, is left out.
+def is_fused_mlp(span: Span) -> bool:
+    return is_one_of(span, FUSED_MLP)
 
-    If the LM head of a step is not visible, its products cannot be identified, and all its spans are `other kernels`.
+
+def is_product(span: Span) -> bool:
+    return is_fused_mlp(span) or (is_one_of(span, PRODUCTS) and not is_one_of(span, ATTENTION))
+
+
+def parts_of_steps(spans: list[Span], num_layers: int, steps: int = STEPS) -> list[tuple[str, Span]]:
+    """Name the part of every span from the prefill's last product to the last step's LM head.
+
+    The attention of the prefill is found by its name, the parts of the steps by the order of their products. If their
+    number does not fit any order, because a compiler merged products with others, all spans are `other kernels`.
 
     Raises:
-        ValueError: the spans do not come in the order of the model.
+        ValueError: the attention of the prefill is not there.
     """
     attentions = [i for i, span in enumerate(spans) if is_one_of(span, ATTENTION)]
-    passes = len(attentions) // num_layers
-    if passes < 2 or len(attentions) % num_layers:
+    if len(attentions) < num_layers:
         seen = ", ".join(name for name, _ in Counter(span.name[:40] for span in spans).most_common(12))
         raise ValueError(f"{len(attentions)} attention kernels in {num_layers} layers; the most frequent are: {seen}")
-    found: list[tuple[str, Span]] = []
-    for at, start in enumerate(attentions):
-        stop = attentions[at + 1] if at + 1 < len(attentions) else len(spans)
-        last = (at + 1) % num_layers == 0
-        named = _after_attention(spans[start:stop], last)
-        found += named if at >= num_layers else []
-    if sum(part == "LM head" for part, _ in found) != passes - 1:  # a compiler merged products with what surrounds them
-        return [("other kernels", span) for _, span in found]
+    spans = spans[attentions[num_layers - 1] + 1 :]
+    products = [i for i, span in enumerate(spans) if is_product(span)]
+    for of_prefill in (5, 3):  # output, gate, up, down, LM head; or output, stage C's operator, LM head
+        per_step, rest = divmod(len(products) - of_prefill, steps)
+        per_layer, others = divmod(per_step, num_layers)  # the LM head, and perhaps one for the angles of the positions
+        if rest == 0 and others in (1, 2) and per_layer > 1:
+            break
+    else:
+        return [("other kernels", span) for span in spans[products[4] + 1 if len(products) > 4 else 0 :]]
+    found, start = [], products[of_prefill - 1] + 1
+    of_mlp = 1 if is_fused_mlp(spans[products[-2]]) else 3
+    for number, end in enumerate(products[of_prefill:]):
+        at = number % per_step - (others - 1)  # in the step: below 0 before the layers, and the LM head after them
+        before = part = "MLP" if at % per_layer >= per_layer - of_mlp else "attention"
+        if not 0 < at < per_step - others:  # what is before it belongs to no layer
+            before, part = "other kernels", "other kernels" if at < 0 else part if at == 0 else "LM head"
+        found += [(before, span) for span in spans[start:end]] + [(part, spans[end])]
+        start = end + 1
     return found
-
-
-def _after_attention(spans: list[Span], last: bool) -> list[tuple[str, Span]]:
-    """Name the spans up to the next attention: output product, MLP, and either the next layer's Q, K, V or the LM head.
-
-    All that follows the LM head (sampling, and the next step up to its first attention) counts as other kernels.
-    """
-    named, products, mlp_done = [], 0, False
-    for span in spans:
-        is_mlp = is_one_of(span, FUSED_MLP)
-        is_product = not is_mlp and not is_one_of(span, ATTENTION) and is_one_of(span, PRODUCTS)
-        products += is_product
-        if products == 0 or (products == 1 and is_product):
-            part = "attention"
-        elif is_mlp or (not mlp_done and products <= 4):
-            part = "MLP"
-            mlp_done = is_mlp or products == 4
-        elif last:
-            part = "LM head" if is_product and not any(name == "LM head" for name, _ in named) else "other kernels"
-        else:
-            part = "attention"
-        named.append((part, span))
-    return named
 
 
 def measure(model: str = "random:qwen2.5-0.5b") -> dict:
@@ -97,20 +91,20 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
 
 def samples_of(name: str, llm: object) -> dict[str, list[float]]:
     """Measure the engine's time per token, without the profiler."""
-    seconds_per_token(llm)  # the first visit to these lengths plans and compiles
-    return {"samples": [seconds_per_token(llm) for _ in range(REPEATS)]}
+    seconds_per_token(llm, TIMED)  # the first visit to these lengths plans and compiles
+    return {"samples": [seconds_per_token(llm, TIMED) for _ in range(REPEATS)]}
 
 
-def seconds_per_token(llm: object) -> float:
-    """Decode `STEPS` tokens of one request; returns the time per token that the engine reports."""
+def seconds_per_token(llm: object, steps: int) -> float:
+    """Decode this many tokens of one request after the first; returns the time per token that the engine reports."""
     prompt = [(7 * j) % 1000 for j in range(CONTEXT)]
-    params = SamplingParams(temperature=0.0, max_tokens=1 + STEPS, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=1 + steps, ignore_eos=True)
     return llm.generate([prompt], params, use_tqdm=False)[0]["metrics"]["tpot"]
 
 
 def parts_per_step(name: str, llm: object) -> dict[str, object]:
     """Return the number of kernels in a recorded step, and the microseconds of each part."""
-    run = partial(seconds_per_token, llm)
+    run = partial(seconds_per_token, llm, STEPS)
     run()
     named = parts_of_steps(record(name, run, llm.device, STEPS).spans, llm.source.config.num_hidden_layers)
     parts = dict.fromkeys(PARTS[:-1], 0.0)

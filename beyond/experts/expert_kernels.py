@@ -188,7 +188,7 @@ def group_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """List the pairs of one expert in their order, in blocks of BLOCK_M behind those of the experts before it."""
+    """List the pairs of one expert in their order, in blocks of BLOCK_M after the blocks of earlier experts."""
     own = tl.program_id(0)
     start_next(PDL)
     wait_for_previous(PDL)

@@ -1,11 +1,11 @@
 """Expert parallelism: every rank has some whole experts of each layer, instead of a part of every expert.
 
-The ranks share attention by tensor parallelism, so behind it all of them have the rows of all tokens. From there are
-two ways to a token's experts:
+The ranks divide attention by tensor parallelism, so after it all of them have the rows of all tokens. There are two
+ways from these rows to a token's experts:
 
     sum          a rank runs its experts on the rows that chose them; it need not send any, and needs none
-    all_to_all   a rank answers for its share of the tokens: it sends each row to the ranks of its experts (dispatch),
-                 and these send back the weighted sums of what their experts give (combine)
+    all_to_all   a rank handles its share of the tokens: it sends each row to the ranks of its experts (dispatch),
+                 and these send back the weighted sums of their experts' outputs (combine)
 
 In both, every rank then has a part of the result, and the all-reduce that ends the layer adds the parts up. So "sum"
 sends less here. A rank that has only the rows of its own requests (attention by data parallelism) cannot do without the
@@ -72,7 +72,7 @@ def run_on_all_rows(
 def dispatch_and_combine(
     compute: Compute, mlp: SparseMLP, x: Tensor, weights: Tensor, chosen: Tensor, residual: Tensor
 ) -> Tensor:
-    """Have the experts of this rank's tokens run where they are; `residual` gets the sums of these tokens alone."""
+    """Run the experts of this rank's tokens on the ranks that hold them; `residual` gets these tokens' sums only."""
     group, held = mlp.group, mlp.experts.held
     own = slice(group.rank * len(x) // group.size, (group.rank + 1) * len(x) // group.size)
     rank_of = chosen[own] // len(held)  # [tokens, per_token]; of padding -1, no rank's

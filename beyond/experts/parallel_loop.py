@@ -1,9 +1,9 @@
 """Expert parallelism: each process holds some whole experts, and a token's row travels to the experts that it chose.
 
-Two processes have requests of their own, and the experts of a layer are too many for one. There are two ways to divide
-them. Each process can hold half of every expert: then it needs the rows of all tokens, and sends the others' parts of
-the sums back. Or each holds half of the experts, whole: then a row goes to the other process only if one of its experts
-is there (dispatch), and the weighted sum of these experts comes back (combine).
+Two processes have separate requests, and the experts of a layer are too many for one process. There are two ways to
+divide them. Each process can hold half of every expert: then it needs the rows of all tokens, and sends the others'
+parts of the sums back. Or each holds half of the experts, whole: then a row goes to the other process only if one of
+its experts is there (dispatch), and the weighted sum of these experts comes back (combine).
 
 `python -m beyond.experts.parallel_loop` runs a layer both ways in two processes, 2 experts per token, and counts the
 rows that they send to each other. Both ways give what one process with all experts gives.

@@ -344,9 +344,10 @@ class Api:
 
     def _requests(self, ask: Ask) -> list[Request]:
         """Make a request per answer. The `n` requests of a prompt have different seeds and share its blocks."""
+        arrival = time.perf_counter()
         try:
             prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
-            return self.llm.llm.requests(prompts, ask.params)
+            return self.llm.llm.requests(prompts, ask.params, arrival)
         except GrammarError as error:
             if ask.tools is not None:
                 raise RequestError(ask.tools.explain(error), param="tools") from None

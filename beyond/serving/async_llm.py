@@ -6,7 +6,7 @@
     outputs = await llm.generate(["…", "…"])
     await llm.close()
 
-The queue in front of the engine is bounded. A queue without a bound turns overload into endless waiting for everybody;
+The engine's queue is bounded. A queue without a bound turns overload into endless waiting for everybody;
 a bounded one tells the caller at once to come back later (`QueueFull`; status 429 over HTTP).
 """
 

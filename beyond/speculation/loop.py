@@ -3,9 +3,9 @@
 A pass for five tokens reads the weights once, as a pass for one does. So if the next four tokens were known, one pass
 would do for five. A model of one layer guesses them: after *A*, *KV cache is*. A pass over *A KV cache is* says what
 follows each: *KV cache keeps …*. Two guesses are right, so there are three new tokens. A guess does not decide which
-token is taken: the answer is the same, sampled too, if noise depends on seed and position alone. In other cases there
-is the standard rule (Leviathan et al., 2023): keep a guess with probability p / q, else sample from what p has more
-than q. Its answers differ, distributed alike. Printed: the large model's passes per token.
+token is taken: the answer is the same, sampled too, if noise depends on seed and position alone. Otherwise the standard
+rule applies (Leviathan et al., 2023): keep a guess with probability p / q, or else sample from max(0, p - q). Its
+answers differ, but their distribution does not. The program prints the large model's passes per token.
 """
 
 from collections.abc import Callable

@@ -194,7 +194,7 @@ cudaError_t cudaLaunchCooperativeKernel(void (*kernel)(Parameters...), dim3 grid
 
 namespace gpu {
 
-// What `kernel<<<grid, block, shared, stream>>>(...)` becomes where a C++ compiler has to read it.
+// The C++ form of `kernel<<<grid, block, shared, stream>>>(...)`.
 inline void launch(const std::function<void()>& body, dim3 grid, dim3 block, std::size_t shared = 0,
                    cudaStream_t = nullptr) {
   if (grid.y * grid.z * block.y * block.z != 1) throw std::runtime_error("grids and blocks have threads in x only");

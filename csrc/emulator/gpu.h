@@ -32,7 +32,7 @@ namespace gpu {
 
 constexpr int kLanes = 32, kMostThreads = 1024, kMultiprocessors = 3;
 constexpr std::size_t kStack = 256 * 1024, kShared = 227 * 1024;
-constexpr unsigned long long kHangs = 1'000'000;  // turns of the scheduler: many times as many as a kernel takes
+constexpr unsigned long long kHangs = 1'000'000;  // turns of the scheduler: many times more than a kernel takes
 
 struct Block;
 
@@ -86,8 +86,8 @@ struct Store {
   std::uint64_t value[2];
 };
 
-// Of the next launches: the seed of all that happens in any order; a block that starts when all others have ended, and
-// whose copies are slow, or -1.
+// For the next launches: the seed of everything whose order is random; a block that starts after all others have ended
+// and whose copies are slow, or -1.
 inline std::uint64_t seed = 1;
 inline int held = -1;
 
@@ -160,7 +160,7 @@ inline void deliver_a_store() {
   deliver(chosen);
 }
 
-inline void fence() {  // what the block has stored until now is there before what it stores from now on
+inline void fence() {  // earlier stores of the block become visible before its later stores
   ++counts.fences;
   for (std::size_t i = 0; i < stores.size();) stores[i].from == &block() ? deliver(i) : void(++i);
 }
@@ -239,7 +239,7 @@ inline bool is_stuck(const Blocks& blocks) {
   });
 }
 
-// Run blocks side by side until they have ended.
+// Run blocks concurrently until they have ended.
 inline void schedule(const Blocks& blocks) {
   std::vector<unsigned> speed(blocks.size(), 8);
   unsigned stores_per_turn = 16;
@@ -254,7 +254,7 @@ inline void schedule(const Blocks& blocks) {
     const unsigned copies = slow ? dice() % 1024 == 0 : dice() % 6;
     for (unsigned i = 0; i < copies && !block.copies.empty(); ++i) deliver_a_copy(block);
     if (turns % 1024 == 0) {
-      speed[index] = 1 + dice() % 8;  // blocks do not keep step
+      speed[index] = 1 + dice() % 8;  // blocks do not run in step
       stores_per_turn = 1 << dice() % 5;  // with 1, none is delivered for a while
       if (ended < blocks.size() && is_stuck(blocks))
         broken =

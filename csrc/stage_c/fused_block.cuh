@@ -24,7 +24,7 @@ template <typename T, int kRows>
 class Block {
  public:
   using Dot = TileDot<T, kRows>;
-  static constexpr int kAhead = kRows > 8 ? 1 : 3;  // as many as there are registers for
+  static constexpr int kAhead = kRows > 8 ? 1 : 3;  // as many as fit into the registers
 
   __device__ __forceinline__ Block(const MlpProblem& problem, const Plan& layout, char* memory)
       : p(problem), plan(layout), shared(memory), warp(threadIdx.x / kWarpSize), lane(threadIdx.x % kWarpSize) {

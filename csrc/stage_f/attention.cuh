@@ -2,15 +2,16 @@
 // each in turn, up to 8 query heads at once (flash attention's running maximum and sum, Dao et al. 2022).
 //
 // The warps' results are merged in shared memory. A block publishes its part normalised, with the logarithm of the sum
-// that it was divided by; of a long context a part is several blocks' pieces, and the first of them merges. Every warp that multiplies with the result in the output projection merges the up to four
-// parts itself (merge_parts in attention_parts.cuh; flash-decoding): one hand-off instead of two.
+// that it was divided by. With a long context, several blocks compute pieces of a part, and the first of them merges
+// these. Every warp of the output projection merges the up to four parts itself (merge_parts in attention_parts.cuh;
+// flash-decoding): one hand-off instead of two.
 #pragma once
 
 #include "stage_f/attention_chunk.cuh"
 
 namespace six_engines {
 
-// The new token, by the last warp of the last part.
+// The last warp of the last part processes the new token.
 template <typename W>
 __device__ __forceinline__ void attend_new_token(W& w, const AttentionItem& item, int layer,
                                                  const LayerWeights& weights, Attended& out) {
@@ -31,7 +32,7 @@ __device__ __forceinline__ void attend_new_token(W& w, const AttentionItem& item
   attend_fresh(w, cell, query, key, raw_value, out);
 }
 
-// A warp's cached chunks. The first two (of large heads: the first) are loaded before the query is there.
+// A warp's cached chunks. The first two (for large heads only the first) are loaded before the query arrives.
 template <typename W>
 __device__ __forceinline__ void attend_cached(W& w, const AttentionItem& item, int layer, const LayerWeights& weights,
                                               Attended& out) {
@@ -92,7 +93,7 @@ __device__ __forceinline__ void attend_cached(W& w, const AttentionItem& item, i
   }
 }
 
-// Where a warp leaves head g: in shared memory, for `merge_warps`.
+// Where a warp stores head g in shared memory, for `merge_warps`.
 constexpr int kMergeStride = kHeadDim + 4;
 template <typename W>
 __device__ __forceinline__ float* merge_place(const W& w, int warp, int g) {
@@ -119,7 +120,7 @@ __device__ __forceinline__ void leave(const W& w, const Attended& out) {
   if (q == 0) *reinterpret_cast<float2*>(at + kHeadDim) = make_float2(out.largest, sum);
 }
 
-// Merges the pieces of a part: of 4 dimensions of a head this block's, and those that the other blocks have published.
+// Merges the pieces of a part, for 4 dimensions of a head: this block's piece and the ones that other blocks published.
 template <typename W>
 __device__ __forceinline__ Quad merge_pieces(W& w, const AttentionItem& item, int unit, const Quad& own) {
   const int stride = row_table(w)[kPartsOfRows] * w.step.rows * kKvHeads;  // from one piece's block to the next one's
@@ -142,7 +143,7 @@ __device__ __forceinline__ Quad merge_pieces(W& w, const AttentionItem& item, in
   return {merged.x, merged.y, __float_as_uint(logarithm), w.flag};
 }
 
-// Adds up the block's warps: a thread 4 dimensions of one head, which it publishes with the logarithm of their sum.
+// Adds up the block's warps: each thread adds 4 dimensions of a head, and publishes them with the logarithm of the sum.
 template <typename W>
 __device__ __forceinline__ void merge_warps(W& w, const AttentionItem& item) {
   constexpr int kUnits = kGroup * kHeadDim / 4;
@@ -187,7 +188,7 @@ __device__ __forceinline__ void merge_warps(W& w, const AttentionItem& item) {
   }
 }
 
-// The items that fall to this block.
+// The items of this block.
 template <typename W>
 __device__ __forceinline__ void attention_phase(W& w, int layer, const LayerWeights& weights) {
   const int items = row_table(w)[kItems];

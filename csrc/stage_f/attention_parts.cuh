@@ -21,13 +21,13 @@ constexpr int kItems = 4 * kMaxDecodeRows, kPartsOfRows = kItems + 1;
 template <typename W>
 __device__ __forceinline__ const int* row_table(const W& w) { return w.template shared<int>(W::At::kRowsAt); }
 
-// Where a part of a row's attention is handed off.
+// The words in which a part of a row's attention is handed off.
 template <typename W>
 __device__ __forceinline__ Quad* part_place(const W& w, int row, int part) {
   return reinterpret_cast<Quad*>(w.words + kPartsAt) + (row * kMaxParts + part) * (kAttentionColumns / 4);
 }
 
-// Where a block leaves a piece that is not the first of its part.
+// The words in which a block publishes a piece that is not the first of its part.
 template <typename W>
 __device__ __forceinline__ Quad* piece_place(const W& w, int block) {
   return reinterpret_cast<Quad*>(w.words + kPiecesAt) + block * (kGroup * kHeadDim / 4);
@@ -96,7 +96,7 @@ __device__ __forceinline__ void prefetch_item(const W& w, const AttentionItem& i
   }
 }
 
-// A head as the projection left it: 16-bit pairs in words; the lane's are columns 32 s + 8 q .. + 7 for each s.
+// A head as the projection published it: 16-bit pairs in words; a lane has columns 32 s + 8 q .. + 7 for each s.
 struct RawHead {
   Word words[kHeadDim / 32][2][2] = {};
 
@@ -200,7 +200,8 @@ struct RawValue {
   }
 };
 
-// Four columns of a head's attention, merged of its parts; zero without any. `logarithm`: of the sum of their weights.
+// Four columns of a head's attention, merged from its parts; zero without parts. `logarithm`: of the sum of their
+// weights.
 template <int kParts>
 __device__ __forceinline__ uint2 merge_parts(const Quad (&quads)[kParts], int parts, float* logarithm = nullptr) {
   float largest = -INFINITY, sum = 0.0f, x[4] = {};

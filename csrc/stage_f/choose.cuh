@@ -25,7 +25,7 @@ struct Choice {
 };
 
 __device__ __forceinline__ Choice choice_of(const DecodeStep& s, int row) {
-  const float temperature = fminf(s.temperatures[row], 1e30f);  // hotter, the noise alone decides, as it does here
+  const float temperature = fminf(s.temperatures[row], 1e30f);  // above it only the noise decides, as here
   return {temperature == 0.0f ? 1.0f : 1.0f / temperature, static_cast<unsigned>(s.noise_keys[row]),
           temperature == 0.0f};
 }
@@ -51,7 +51,7 @@ __device__ __forceinline__ float gumbel(int id, unsigned key) {
   return log2_approx(x < 0.015625f ? series : log2_approx(uniform) * -0.6931472f) * -0.6931472f;
 }
 
-// NaN counts as +inf, which is better than any number: a row that has either is noticed by its best.
+// NaN counts as +inf, which is better than any number, so a row's best value reveals that it has either.
 __device__ __forceinline__ Candidate candidate_of(const Choice& choice, float logit, int id) {
   return {logit == logit ? logit : INFINITY, choice.greedy ? 0.0f : gumbel(id, choice.key), id};
 }
@@ -72,7 +72,7 @@ __device__ __forceinline__ Candidate* best_of_warps(const W& w, int row) {  // [
   return w.template shared<Candidate>(W::At::kPartialAt) + row * kWarps;
 }
 
-// In block 0: the best of all blocks. A lane looks at every 32nd block; false if the step was given up.
+// In block 0: the best of all blocks. A lane looks at every 32nd block; false if the step has timed out.
 template <typename W>
 __device__ __forceinline__ bool best_of_blocks(W& w, const Choice& choice, const Word* words, Candidate& best) {
   constexpr int kEach = kMaxBlocks / 32;
@@ -98,8 +98,8 @@ __device__ __forceinline__ bool best_of_blocks(W& w, const Choice& choice, const
   return __all_sync(kAllLanes, w.waits);
 }
 
-// One warp per row. A block in which a wait was given up does not come here, and so block 0 gives up as well: no token
-// of such a step is kept.
+// One warp per row. A block in which a wait timed out does not come here, so block 0 times out as well: no token of
+// such a step is kept.
 template <typename W>
 __device__ __forceinline__ void choose_tokens(W& w) {
   const DecodeStep& s = w.step;

@@ -15,8 +15,9 @@ constexpr int kMaxDecodeRows = 8;         // requests per launch: 2 sets of 4, a
 constexpr int kMaxBlocks = 160;           // of the grid; more multiprocessors than that would have nothing to do
 constexpr int kLayerPointers = 9;         // columns of the layer table, in the order of `LayerWeights`
 
-// Bits of `flags`. The first two leave something out for a measurement: the result is then wrong, only the time means
-// something. The third is for the test of giving up: a launch that does not promise that all blocks run at once.
+// Bits of `flags`. The first two leave something out for a measurement: the result is then wrong, only the time has a
+// meaning. The third is for the test of a wait that times out: a launch that does not guarantee that all blocks run at
+// once.
 constexpr int kSkipStreaming = 1;         // weights are not fetched, products read what the ring has: hand-offs remain
 constexpr int kSkipWaiting = 2;           // no block waits for another: what remains is streaming and arithmetic
 constexpr int kPlainLaunch = 4;           // ordinary instead of cooperative launch
@@ -58,8 +59,8 @@ struct DecodeStep {
   long long timeout_ns;                 // a wait longer than this gives up and writes its place into the workspace
 };
 
-// Of a block: nanoseconds, the clock at the start, behind the prologue, at the ends of the phases of each layer, of the
-// LM head's input, its product and the choice, and nanoseconds again.
+// For each block: nanoseconds; the clock at the start, after the prologue, and at the ends of the phases of each layer,
+// of the LM head's input, its product and the choice; and nanoseconds again.
 constexpr int kLayerMarks = 17, kEndMarks = 7;
 
 // What the kernel's library exports: it enqueues the step and returns null, or a static text that says what is wrong.

@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_weights(const W& w, int tile, TileWeights<k
   });
 }
 
-// What does not depend on activations: weights that are there, from shared memory into registers.
+// The part that does not depend on activations: loads weights that have arrived from shared memory into registers.
 template <Kind kKind, int kSets>
 struct EarlyWeights {
   TileWeights<kKind> of[larger(1, kEarly<kKind, kSets>)];
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_early(W& w, const Slice& slice, EarlyWeight
   for (int tile = 0; tile < kEarly<kKind, kSets>; ++tile) load_weights<kKind, 0>(w, tile, early.of[tile]);
 }
 
-// A tile's running sums: several, where few tiles would wait for one instruction's result after the other.
+// A tile's running sums: several if there are few tiles, so that instructions need not wait for each other's results.
 template <Kind kKind, int kSets>
 constexpr int kSums = kTogether<kKind, kSets> >= 4 ? 1 : 4 / kTogether<kKind, kSets>;
 template <Kind kKind, int kSets>
@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply_tiles(W& w, int tiles, const EarlyWeigh
     });
   }
   __syncwarp();
-  // Not after giving up: the producer has stopped, and a barrier must not count more arrivals than its turn has.
+  // Not after a timeout: the producer has stopped, and a barrier must not count more arrivals than its turn has.
   if (w.lane < tiles * kChunks && w.streams) barrier_arrive(w.empty + w.at.ahead(w.lane).slot * 8);
   w.at = w.at.ahead(tiles * kChunks);
 }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void leave_sums(const W& w, int first, int tiles, con
   }
 }
 
-// QKV, gate and up: many tiles, and all of this warp's activations are there.
+// QKV, gate and up: many tiles, and all of this warp's activations have arrived.
 template <Kind kKind, typename W, int kSets>
 __device__ __forceinline__ void multiply_hidden(W& w, const Slice& slice, const EarlyWeights<kKind, kSets>& early,
                                                 const Activations<kKind> (&act)[kSets], float* partial) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void multiply_long(W& w, const Slice& slice, const Ea
   if constexpr (kBatch + m.batch_chunks < m.chunks) multiply_long<kKind, kBatch + m.batch_chunks>(w, slice, early, c);
 }
 
-// Adds up what the warps have left of a tile: what this lane's row and request come to.
+// Adds up the warps' partial sums of a tile, for this lane's row and request.
 template <int kSets>
 __device__ __forceinline__ float sum_warps(const float* partial, int tile, int set, int lane) {
   const float* at = partial + (tile * kSets + set) * kWarps * 32 + lane;

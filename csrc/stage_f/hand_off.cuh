@@ -6,8 +6,8 @@
 
 namespace six_engines {
 
-// A warp's steps of a chunk begin at `first`. Where they do not come out even, the last warps begin earlier than they
-// should, so that every address is a plain sum, and their first `surplus` steps count nothing.
+// A warp's steps of a chunk begin at `first`. If the steps cannot be divided evenly, the last warps begin earlier than
+// they should, so that every address is a plain sum, and their first `surplus` steps are not counted.
 struct Part {
   int first, surplus;
 };
@@ -18,7 +18,7 @@ __device__ __forceinline__ Part part_of(const W& w, int chunk) {
   return {first, due - first};
 }
 
-// Of a step in a chunk: the first column that this lane multiplies. A lane (g, q) needs 4 of a step's 32 columns, of
+// The first column that this lane multiplies in a step of a chunk. A lane (g, q) needs 4 of a step's 32 columns, of
 // request g / 2: see gemv.cuh.
 template <Kind kKind, typename W>
 __device__ __forceinline__ int column_of(const W& w, int chunk, int step) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool step_counts(const W& w, int chunk, int step) {
   return m.steps_of(chunk) == m.warp_steps_of(chunk) * kWarps || step >= part_of<kKind>(w, chunk).surplus;
 }
 
-// What a lane keeps of a request's vector for a batch of chunks: two pairs of 16-bit values for each of its steps.
+// A lane's part of a request's vector for a batch of chunks: two pairs of 16-bit values for each of its steps.
 template <Kind kKind>
 constexpr int kSteps = kMatrix<kKind>.warp_steps_of(0);  // of a warp in a chunk
 template <Kind kKind>
@@ -53,20 +53,20 @@ __device__ __forceinline__ void each_step(int first, Body body) {
   }
 }
 
-// RMSNorm divides by a number that needs all of the row, but the product with the weights does not need it: what is
-// multiplied is x * gain, the squares are added up beside it, and `norm_scale` is applied to the product's result.
+// RMSNorm divides by a number that needs all of the row, but the product with the weights does not need it: the product
+// multiplies x * gain, the squares are added up at the same time, and `norm_scale` is applied to the product's result.
 // float16 could overflow without the division, so it goes in scaled down.
 template <typename U>
 constexpr float kPrescale = 1.0f;
 template <>
 constexpr float kPrescale<__half> = 1.0f / 64;
 
-// Whether a word is still to be polled.
+// Whether a word must still be polled.
 __device__ __forceinline__ bool lacks(const Word (&words)[2], uint32_t flag) {
   return !has_flag(words[0], flag) || !has_flag(words[1], flag);
 }
 
-// This lane's part of the hidden state, one float32 a word, times the norm's weight. sums: [request][8 warps].
+// This lane's part of the hidden state, one float32 per word, times the norm's weight. sums: [request][8 warps].
 template <Kind kKind, int kFrom, typename W, int kSets>
 __device__ __forceinline__ void receive_hidden(W& w, uint32_t flag, int parity, const void* gain, float* sums,
                                                Activations<kKind> (&act)[kSets]) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void receive_hidden(W& w, uint32_t flag, int parity, 
   }
 }
 
-// This lane's part of a vector of 16-bit values, two a word: a batch of chunks.
+// This lane's part of a vector of 16-bit values, two per word: a batch of chunks.
 template <Kind kKind, int kFrom, int kBatch, typename W, int kSets>
 __device__ __forceinline__ void receive_pairs(W& w, Activations<kKind> (&act)[kSets]) {
   constexpr MatrixPlan m = kMatrix<kKind>;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void receive_pairs(W& w, Activations<kKind> (&act)[kS
   }
 }
 
-// This lane's part of the attention, merged of the parts that blocks have published: a batch of chunks.
+// This lane's part of the attention, merged from the parts that blocks have published: a batch of chunks.
 template <Kind kKind, int kBatch, typename W, int kSets>
 __device__ __forceinline__ void receive_attended(W& w, Activations<kKind> (&act)[kSets]) {
   constexpr MatrixPlan m = kMatrix<kKind>;

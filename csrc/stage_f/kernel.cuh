@@ -63,7 +63,7 @@ __device__ __forceinline__ void consume(W& w, const LayerWeights* table, unsigne
   w.mark();
 #pragma unroll 1
   for (int layer = 0; layer < kLayers; ++layer) {
-    asm volatile("" : "+r"(w.warp), "+r"(w.lane));  // addresses are made anew: kept over a layer, they are spilled
+    asm volatile("" : "+r"(w.warp), "+r"(w.lane));  // compute addresses again: kept over a layer, they spill
     const LayerWeights& weights = table[layer];
     const uint32_t before = first_flag + layer;
     w.flag = before + 1;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void own_slice(const W& w, int kind) {
   w.template shared<Slice>(W::At::kSlicesAt)[kind] = slice;
 }
 
-// What every thread of the block needs before the first layer.
+// Prepares what every thread of the block needs before the first layer.
 template <typename W>
 __device__ __forceinline__ void prepare(W& w) {
   const DecodeStep& s = w.step;
@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_step_kernel(const __grid_c
     if (w.streams) stream_step(w, table);
     drain_copies(w);
   } else {
-    // A step has layers + 2 flags: of the embedding, of each layer, of the LM head. 0 is no value; the host makes the
-    // workspace as new before 32 bits have been counted through.
+    // A step has layers + 2 flags: of the embedding, of each layer, of the LM head. 0 is never a flag; the host resets
+    // the workspace before the 32-bit count overflows.
     consume<W, kSets>(w, table, step_number * (kLayers + 2) + 1);
   }
   if (__syncthreads_and(w.waits) && w.warp < kWarps) choose_tokens(w);

@@ -116,7 +116,7 @@ constexpr unsigned kPiecesAt = kPartsAt + kMaxDecodeRows * kMaxParts * kAttentio
 constexpr unsigned kCandidatesAt = kPiecesAt + kGrid * kGroup * kHeadDim / 2;
 constexpr unsigned kTotalWords = kCandidatesAt + kMaxDecodeRows * kMaxBlocks * 2;
 
-// No more than there are blocks for, where the launch is compiled for more than 4 rows.
+// At most as many as there are blocks, if the launch is compiled for more than 4 rows.
 template <int kSets>
 constexpr int kMostParts = kSets == 1 ? kMaxParts : larger(1, smaller(kMaxParts, kGrid / (kSets * 4 * kKvHeads)));
 
@@ -164,8 +164,8 @@ struct Layout {
   static constexpr int kSlots = smaller(64, (kSharedBytes - kRingAt) / kSlotBytes);
 };
 
-// Slots that a block has asked for and not received, at most, but for the LM head's. Weights that come long before they
-// are needed only stand in the way of the words that are handed off. Large layers need more: nothing else fills their
+// The most slots that a block has requested and not received, except for the LM head. Weights that arrive long
+// before they are needed only delay the words that are handed off. Large layers need more: nothing else fills their
 // time. (On an H200, 4 make a step shorter with hidden sizes of 896 and 1,024, and longer with one of 2,048.)
 constexpr int kInFlight = kHidden <= 1024 ? 4 : 64;
 

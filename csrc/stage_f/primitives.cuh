@@ -85,13 +85,13 @@ __device__ __forceinline__ uint2 load_shared2(uint32_t address) {
   return v;
 }
 
-// Some of the block's threads wait for each other: this many of them, while the others go on.
+// This many of the block's threads wait for each other, while the others continue.
 template <int kThreads>
 __device__ __forceinline__ void sync_some_threads() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
 // ---- L2 ------------------------------------------------------------------------------------------------------------
 
-// Weights are read once a step, so they should be the first to leave L2 (the handed-off words and the KV stay).
+// Weights are read once per step, so they should be the first to leave L2 (the handed-off words and the KV stay).
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -19,9 +19,9 @@ __device__ __forceinline__ float* square_sums(const W& w) {
   return w.template shared<float>(W::At::kSumsAt) + (kKind == kGateUp ? W::kRequests * 8 : 0);
 }
 
-// What becomes of each output: QKV (plus bias) and the MLP's activation leave as pairs of 16-bit values; the hidden
-// state, of which the owner keeps the float32 values, grows and leaves as float32. A warp sums and emits whole tiles,
-// lane (g, q) row g of request q.
+// The use of each output: QKV (plus bias) and the MLP's activation are published as pairs of 16-bit values; the output
+// is added to the hidden state, whose owner keeps the float32 values and publishes them as float32. A warp sums and
+// emits whole tiles, lane (g, q) row g of request q.
 template <Kind kKind, typename W, int kSets>
 __device__ __forceinline__ void emit(W& w, const Slice& slice, const void* bias, Residual<kSets>& residual) {
   constexpr MatrixPlan m = kMatrix<kKind>;

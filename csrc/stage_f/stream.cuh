@@ -7,8 +7,8 @@
 
 namespace six_engines {
 
-// gate_up: a gate tile and its up tile alternate. Returns early if the step was given up: a slot that was not released
-// may still be read, and its last copy may still be under way.
+// gate_up: a gate tile and its up tile alternate. Returns early if the step has timed out: a slot that was not released
+// may still be read, and its last copy may still be in flight.
 template <Kind kKind, typename W>
 __device__ __forceinline__ void stream_matrix(W& w, const void* weights, uint64_t policy) {
   constexpr MatrixPlan m = kMatrix<kKind>;
@@ -63,9 +63,9 @@ __device__ __forceinline__ void stream_step(W& w, const LayerWeights* table) {
   if (w.streams) stream_matrix<kHead>(w, w.step.lm_head, policy);
 }
 
-// Returns when every copy that was asked for has arrived: one still under way when its block ends would be written into
-// the shared memory of the block that comes next. A slot's last copy belongs to this turn of the ring or to the one
-// before; a slot that was never used passes at once.
+// Returns when every requested copy has arrived: a copy in flight when its block ends would be written into the shared
+// memory of the next block. A slot's last copy belongs to this turn of the ring or to the one before; a slot that was
+// never used passes at once.
 template <typename W>
 __device__ __forceinline__ void drain_copies(const W& w) {
   for (int slot = w.lane; slot < W::At::kSlots; slot += 32) {

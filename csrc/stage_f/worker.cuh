@@ -1,4 +1,4 @@
-// The data that every thread of the megakernel needs: where it is, its ring position, and how it waits.
+// The data that every thread of the megakernel needs: its place, its ring position, and how it waits.
 #pragma once
 
 #include "stage_f/plan.cuh"
@@ -41,7 +41,7 @@ struct RingPosition {
 // What a thread needs everywhere. `waits` and `streams` are cleared once a wait has outlasted the limit, in this thread
 // or in any other of the grid. From then on the thread waits for nothing (the producer: for nothing but its own copies,
 // see drain_copies), so that a broken step ends with an error in the workspace instead of a hung GPU. The error stays
-// there, and ends the steps behind it early too, until the host has seen it and made the workspace as new.
+// there, and ends the following steps early too, until the host has seen it and reset the workspace.
 template <int kSets, bool kOneRow = false>
 struct Worker {
   using At = Layout<kSets>;

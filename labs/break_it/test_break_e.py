@@ -16,7 +16,7 @@ def sequence_of(prompt_len: int, max_tokens: int, phrase: int) -> BatchSequence:
 
 
 def run_step(scheduler: Scheduler) -> None:
-    """One step of an engine whose model always says 7; sequences that have all their tokens leave."""
+    """Run a step of an engine whose model always says 7; sequences that have all their tokens leave."""
     step = scheduler.schedule()
     for entry in step:
         if entry.samples:

@@ -1,4 +1,4 @@
-"""Break it, lab F: with CUDA graphs on, answers that share one old block turn to nonsense, with them off they do not.
+"""Break it, lab F: answers that share one old block turn to nonsense with CUDA graphs, and are correct without them.
 
 It happens only when the number of requests is not one of the captured sizes. `cuda_graph.py` of the broken engine
 differs from the reference by one number. Write a test that passes with the reference and fails with the broken one; it
@@ -12,7 +12,7 @@ from stage_f_graph_tp.step_input import StepInput, StepShape, host_views
 
 
 def graph_input(size: int) -> tuple[DecodeGraphs, StepInput]:
-    """The graphs of batch size `size` alone, and the host arrays of its input, filled with what an old step left."""
+    """Return the graphs for batch size `size` alone, and the host arrays of its input with the data of an old step."""
     graphs = DecodeGraphs([size], table_width=2, max_model_len=8, padding_slot=size)
     shape = StepShape(size, size, size, 2, size, 1, 8)
     return graphs, host_views(np.full(shape.num_bytes, 3, np.uint8), shape)

@@ -1,4 +1,4 @@
-"""Break it, lab G: the second user waits until the first has all of her answer.
+"""Break it, lab G: the second user waits until the first user's answer is complete.
 
 Every test with one client passes, and every answer is right. The loop of the broken server differs from the reference
 by a few words. Write a test that passes with the reference and fails with the broken one.
@@ -13,7 +13,7 @@ from stage_e_batching.calls.mailbox import Mailbox
 
 
 class TirelessEngine:
-    """An engine whose answers have no end: they run until they are aborted. `live` are the ids of those that run."""
+    """An engine whose answers run until they are aborted. `live` are the ids of the running requests."""
 
     def __init__(self) -> None:
         self.live: set[int] = set()

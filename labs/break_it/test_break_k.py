@@ -1,7 +1,7 @@
 """Break it, lab K: constrained answers disturb each other.
 
-It takes two requests at the same time; one after the other, each gets what it asks for. The forms of the broken engines
-are compiled once, as in the reference, and differ from it by one line. Write a test that passes with the reference and
+It takes two requests at the same time; one after the other, each gets what it asks for. The broken engines compile a
+grammar once, as the reference does, and differ from it by one line. Write a test that passes with the reference and
 fails with the broken ones.
 """
 
@@ -14,7 +14,7 @@ TOKENIZER = load_tokenizer(resolve("tutor"))
 
 
 def start(grammars: Grammars, pattern: str) -> Matcher:
-    """Admit a request whose answer has the form of a regular expression."""
+    """Admit a request whose answer must match a regular expression."""
     return grammars.start(StructuredOutputs("regex", pattern))
 
 
@@ -24,7 +24,7 @@ def accept(matcher: Matcher, text: str) -> None:
 
 
 def may_come(matcher: Matcher, text: str) -> bool:
-    """Whether the token that is this text may come next: a letter or a digit."""
+    """Return whether the token with this text, a letter or a digit, may come next."""
     [token_id] = TOKENIZER.encode(text, add_special_tokens=False)
     return matcher.count_allowed([token_id]) == 1
 
@@ -36,4 +36,4 @@ def test_answers_do_not_disturb_each_other():
     accept(first, "a")
     assert may_come(first, "7") and not may_come(first, "a")
     assert may_come(second, "a") and not may_come(second, "7"), "the second one has no token yet"
-    assert may_come(digits, "7") and not may_come(digits, "a"), "it has a form of its own"
+    assert may_come(digits, "7") and not may_come(digits, "a"), "its grammar is a different one"

@@ -1,7 +1,7 @@
-"""In this edition your copies in `labs/work` come before the starters, in every program and notebook.
+"""Use your copies in `labs/work` before the starters, in every program and notebook of this edition.
 
-Each package with exercises calls `mine_first` when it is imported. What is not written yet is said in one line: a
-program ends there with exit status 4, and a notebook goes on with the next cell.
+Each package with exercises calls `mine_first` when it is imported. If a program needs an exercise that is not written
+yet, it says so in one line and ends with exit status 4; a notebook continues with the next cell.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from types import TracebackType
 
 from labs.exercises import WORK, exercise_of
 
-GRADING = "SIX_ENGINES_GRADING"  # set where the grader runs, which takes your functions alone
+GRADING = "SIX_ENGINES_GRADING"  # set where the grader runs, which takes only your functions
 NOT_WRITTEN = 4
 _said: list[str] = []
 
 
 def mine_first(package: str, path: list[str]) -> None:
-    """Let the modules of a package be the learner's, as far as there is a copy.
+    """Use the learner's copies of a package's modules, as far as they exist.
 
     Args:
         package: its name, such as `stage_a_naive`.
@@ -32,7 +32,7 @@ def mine_first(package: str, path: list[str]) -> None:
 
 
 def missing(error: BaseException | None) -> str:
-    """What to write, where an error says that an exercise is not written yet; else ""."""
+    """Return which exercise to write if an error says that it is not written yet; otherwise ""."""
     found = re.match(r"Lab (\w\.\d+): ", str(error)) if isinstance(error, NotImplementedError) else None
     if found is None:
         return ""
@@ -78,7 +78,7 @@ def show(value: object) -> None:
 
 
 def say(error: Exception) -> None:
-    """Say what is missing; after that, an error is likely to follow from it, and is said in one line too."""
+    """Print what is missing. Later errors probably follow from it, so they are printed in one line too."""
     said = missing(error)
     if said:
         _said.append(said)

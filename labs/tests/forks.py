@@ -1,4 +1,4 @@
-"""Ranks in forks of this process: they start at once, and have what this process has changed in its modules."""
+"""Ranks as forks of this process: they start at once, and inherit its changed modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stage_f_graph_tp.tensor_parallel.watch.worker_process import end_with
 
 
 class Fork(multiprocessing.get_context("fork").Process):
-    """A process that is asked as `subprocess.Popen` is."""
+    """A process with the interface of `subprocess.Popen`."""
 
     def poll(self) -> int | None:
         return self.exitcode
@@ -26,12 +26,12 @@ class Fork(multiprocessing.get_context("fork").Process):
 
 
 def fork_worker(rendezvous: Rendezvous, rank: int, build: Build) -> tuple[Fork, Connection]:
-    """Start a rank, in place of `workers._start_worker`."""
+    """Start a rank; replaces `workers._start_worker`."""
     own, other = socket.socketpair()
     parent = os.getpid()
 
     def run() -> None:
-        gc.freeze()  # what is garbage here is the parent's: a group waits for threads that the fork does not have
+        gc.freeze()  # garbage belongs to the parent: a group would wait for threads that the fork does not have
         gc.enable()
         own.close()
         threading.Thread(target=end_with, args=(parent,), daemon=True).start()

@@ -38,7 +38,7 @@ def completion_of(prompt: list[int], max_tokens: int = 8, eos: int = -1, **param
 
 
 def one_hot(ids: Tensor, vocab: int) -> Tensor:
-    """Scores that are 1 for these ids and 0 for all others: `[…]` -> `[…, vocab]`."""
+    """Return scores of 1 for these ids and 0 for all others: `[…]` -> `[…, vocab]`."""
     return torch.nn.functional.one_hot(ids, vocab).float()
 
 
@@ -70,7 +70,7 @@ def questions() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def whole_stage(make_llm: Callable[..., object], *variants: dict[str, object], **options: object) -> Values:
-    """The learner's engine, all of it the learner's, keeps the contract: tokens, text, stop strings, times.
+    """Check that the learner's whole engine keeps the contract: tokens, text, stop strings, times.
 
     Args:
         make_llm: the stage's `LLM`.

@@ -133,7 +133,7 @@ class TestSample:
 
 
 class TestAppend:
-    """Keys and values of several tokens at once, behind those that are there."""
+    """Keys and values of several tokens at once, after the stored ones."""
 
     def test_each_token_attends_to_all_before_it_and_to_itself(self) -> Values:
         for ends in ([], [1], [7], [3, 4], list(range(1, 8)), sorted(numbers.sample(range(1, 8), 3))):
@@ -141,7 +141,7 @@ class TestAppend:
                 x, given = torch.randn(8, cache.HEAD_DIM), f"8 tokens whose parts end at {ends}, {spare} rows to spare"
                 keys, values = torch.full(
                     (2, 8 + spare, cache.HEAD_DIM), math.nan
-                )  # what is not filled may be anything
+                )  # unfilled rows may contain anything
                 cache.rows.clear()
                 pairs = zip([0, *ends], [*ends, 8], strict=True)
                 outputs = [append.append_and_attend(x[i:j], keys, values, i) for i, j in pairs]
@@ -156,7 +156,7 @@ class TestAppend:
 
 
 class TestTimed:
-    """A device whose work takes known times, and a clock that only moves while somebody waits for it."""
+    """A device whose work takes known times, and a clock that only moves during a wait."""
 
     def run(self, durations: list[float], before: float = 0.0) -> tuple[float, int]:
         clock, queue, left = [100.0], [before], list(durations)
@@ -224,7 +224,7 @@ class AnyModel:
 
 
 def prompts(count: int) -> list[tuple[list[int], int, int]]:
-    """Prompts that count up, with the end token and the most tokens of the answer: the edges, then random ones."""
+    """Prompts that count up, with the end token and the answer's limit: edge cases, then random ones."""
     found = [([3, 4, 5], 99, 4), ([17], 20, 40), ([19], 20, 40), ([1, 2], 99, 1)]
     for _ in range(count):
         first, length, eos, most = (numbers.randint(1, limit) for limit in (20, 9, 45, 12))

@@ -85,7 +85,7 @@ class TestCacheUpdate:
 
     def test_the_position_is_not_read_on_the_host(self) -> Values:
         cache = small_cache()
-        cache.position = torch.zeros(1, dtype=torch.int64, device="meta")  # a tensor whose value nobody can read
+        cache.position = torch.zeros(1, dtype=torch.int64, device="meta")  # a tensor whose value cannot be read
         layer = cache.layers[0]
         layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
         token = torch.empty(1, 2, 1, 32, device="meta")
@@ -258,7 +258,7 @@ class TestReceive:
 
 
 class FakeLog:
-    """Counts. What is sent arrives at the next-but-one `receive` that may leave it on its way."""
+    """Counts calls. A chunk arrives at the second `receive` that may leave it in flight."""
 
     def __init__(self) -> None:
         self.next_input = torch.zeros(1, 1, dtype=torch.int64)

@@ -32,7 +32,7 @@ def inputs(rows: int, hidden: int, inter: int, dtype: torch.dtype = torch.float3
 
 
 class TestVariant:
-    """The MLP in slices: the same rows, and no wide tensor on the way."""
+    """The MLP in slices: the same rows, and no wide intermediate tensor."""
 
     def test_the_rows_are_those_of_the_whole_and_nothing_is_wider_than_a_slice(self) -> Values:
         hidden = 14
@@ -47,7 +47,7 @@ class TestVariant:
             yield f"{given}: x + the MLP of the normalised x, the residual added once", close(out)
             yield f"{given}: x is the caller's, and stays", x
             wide = [list(r.shape) for r in results if r.shape[:-1] == x.shape[:-1] and r.shape[-1] > max(width, hidden)]
-            yield f"{given}: tensors of more than {max(width, hidden)} columns a row", wide
+            yield f"{given}: tensors of more than {max(width, hidden)} columns per row", wide
             narrow = [r for r in results if r.shape == (3, min(width, inter))]
             yield f"{given}: a tensor of {min(width, inter)} neurons was made", bool(narrow) or width == hidden
 

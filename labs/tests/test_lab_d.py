@@ -35,7 +35,7 @@ def sequence_of(tokens: list[int], table: list[int] = (), computed: int = 0) -> 
 
 
 class TestVariant:
-    """A shared beginning: whole blocks of equal tokens that the other has computed, and a token left to run."""
+    """A shared beginning: whole blocks of equal tokens that the other has computed, and one token left to run."""
 
     def test_so_many_blocks_are_shared(self) -> Values:
         cases = [
@@ -60,7 +60,7 @@ class TestVariant:
             yield f"{given}: the table", list(sequence.block_table)
             yield f"{given}: num_computed", sequence.num_computed
             sequence.block_table.append(5)
-            yield f"{given}: the other keeps a table of its own", other.block_table
+            yield f"{given}: the other keeps a separate table", other.block_table
 
     def test_the_tutor_gives_the_same_answers_from_fewer_blocks(self) -> Values:
         model, begin = stage_loop.load(stage_loop.PagedAttention()), random_prompt(40)
@@ -105,12 +105,12 @@ class TestFlatBatch:
     def test_a_prefill_in_two_blocks_beside_a_decode(self) -> Values:
         first = sequence_of([10, 11, 12, 13, 14, 15], table=[4, 1])
         second = sequence_of([20, 21, 22, 23], table=[2])
-        given = "6 tokens in blocks [4, 1] beside token 3 of 4 in block [2], 4 a block"
+        given = "6 tokens in blocks [4, 1] and token 3 of 4 in block [2], 4 per block"
         yield from self.found(given, [(first, 0, 6), (second, 3, 1)], 4)
 
     def test_a_chunk_starts_where_it_is_told_and_takes_no_block_too_many(self) -> Values:
         sequence = sequence_of(list(range(12)), table=[3, 5, 0])
-        yield from self.found("tokens 4 to 7 of 12 in blocks [3, 5, 0], 4 a block", [(sequence, 4, 4)], 4)
+        yield from self.found("tokens 4 to 7 of 12 in blocks [3, 5, 0], 4 per block", [(sequence, 4, 4)], 4)
 
     def test_the_first_token_of_a_new_block(self) -> Values:
         sequence = sequence_of(list(range(9)), table=[1, 0, 6])
@@ -240,7 +240,7 @@ class TestAllocate:
 
 class TestFindCached:
     def found(self, manager: BlockManager, first: Sequence, tokens: list[int]) -> list[int]:
-        """The blocks of the first sequence that are found for another one, by their place in its table."""
+        """Return the first sequence's blocks that are found for another one, by their index in its table."""
         blocks = manager._find_cached(sequence_of(tokens))
         return [first.block_table.index(block) if block in first.block_table else -1 for block in blocks]
 
@@ -248,7 +248,7 @@ class TestFindCached:
         manager = BlockManager(10, 4)
         first = computed(manager, sequence_of(range(11)))
         for tokens in ([*range(11), 99], [*range(4), 99, 98, 97, 96, 95], [99, *range(1, 11)]):
-            yield f"0 to 10 are cached, 4 a block: of {tokens} the blocks", self.found(manager, first, tokens)
+            yield f"0 to 10 are cached, 4 per block: of {tokens} the blocks", self.found(manager, first, tokens)
 
     def test_the_last_token_always_runs(self) -> Values:
         manager = BlockManager(10, 4)
@@ -294,7 +294,7 @@ class TestFindCached:
 
 
 def pool_and_query(contexts: list[int], block: int, heads: int, kv_heads: int, head_dim: int, width: int):
-    """A pool whose blocks are dealt out at random; unused places hold NaN, which nobody may read."""
+    """A pool with randomly assigned blocks; unused slots hold NaN, which must not be read."""
     blocks = len(contexts) * width + 2
     k_cache, v_cache = (torch.randn(blocks, block, kv_heads, head_dim) for _ in range(2))
     order = torch.randperm(blocks).tolist()
@@ -328,7 +328,7 @@ class TestReferenceDecode:
 
 class TestStoreKernel:
     def test_rows_go_to_their_slots_and_minus_one_goes_nowhere(self) -> Values:
-        # 3 heads of 8: no power of two. Blocks before and behind the pool catch what goes astray.
+        # 3 heads of 8: no power of two. Blocks before and after the pool catch stray writes.
         for slots in ([9, -1, 0, 15, 4], [-1, *numbers.sample(range(16), 4)]):
             memory = torch.zeros(2, 6, 4, 3, 8)
             k_cache, v_cache = memory[0, 1:5], memory[1, 1:5]
@@ -574,9 +574,10 @@ class TestDecoderLayer:
 
 class TestPoolSize:
     def blocks(self, total: int, free: int, before: int, peak: int, utilization: float) -> int:
-        """`cuda_num_blocks` on a card of which the counts are these, in blocks of 10 bytes.
+        """Call `cuda_num_blocks` on a card with these counts, in blocks of 10 bytes.
 
-        `free` is what the step leaves when the allocator's cache is empty; before it there is more, before that less.
+        `free` is the free memory after the step when the allocator's cache is empty; before the step it is more, and
+        before the cache is emptied less.
         """
         state = {"peak": before + 5_000, "running": 0}  # a peak of something earlier: it must be reset
         state["free"] = free + 700

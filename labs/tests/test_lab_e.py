@@ -1,4 +1,4 @@
-"""Drives lab E. No model is needed: the scheduler is plain Python, and a step's tokens are made up here."""
+"""Drives lab E. No model is needed: the scheduler is plain Python, and the tests invent a step's tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scheduler_of(num_blocks: int = 100, **options: object) -> Scheduler:
 
 
 def add(scheduler: Scheduler, prompt_len: int, max_tokens: int = 20, phrase: int = 0) -> BatchSequence:
-    """Queue a request whose prompt shares no block with those of other phrases."""
+    """Queue a request whose prompt shares no block with other phrases' prompts."""
     prompt = [1000 * phrase + i for i in range(prompt_len)]
     sequence = BatchSequence(completion_of(prompt, max_tokens))
     scheduler.add(sequence)
@@ -46,7 +46,7 @@ def add(scheduler: Scheduler, prompt_len: int, max_tokens: int = 20, phrase: int
 
 
 def finish(scheduler: Scheduler, step: ScheduledStep) -> None:
-    """The step ran: its tokens arrive, and sequences that have all of theirs leave."""
+    """Complete a step: its tokens arrive, and sequences that have all their tokens leave."""
     for entry in step:
         if entry.samples:
             entry.sequence.token_ids.append(7)
@@ -72,12 +72,12 @@ def ids_of(sequences: Iterable[BatchSequence]) -> list[int]:
 
 
 def entries_of(step: ScheduledStep) -> list[tuple[int, int, int, bool]]:
-    """Of each entry of a step the request, the first token, how many, and whether it samples."""
+    """Return request, first token, number of tokens and whether it samples, for each entry of a step."""
     return [(entry.sequence.request_id, entry.start, entry.num_tokens, entry.samples) for entry in step]
 
 
 def books(scheduler: Scheduler) -> list[object]:
-    """Who is in which queue and in which state, the blocks in use, and how many batch slots are taken."""
+    """Return each queue's requests with their states, the blocks in use, and the number of taken batch slots."""
     scheduler.block_manager.check_invariants(scheduler.unfinished)
     queues = [scheduler.waiting, scheduler.prefilling, scheduler.decoding]
     slots = {s.batch_slot for s in scheduler.prefilling + scheduler.decoding}
@@ -89,13 +89,13 @@ BOOKS = "waiting, prefilling, decoding, blocks in use, batch slots"
 
 
 def rules_for(*params: SamplingParams, vocab_size: int = 10) -> torch.Tensor:
-    """The rules of one request per row, whose rows of the table of counts are in reverse."""
+    """Return the rules of one request per row, whose rows in the table of counts are in reverse order."""
     rows = [rules_of(p, False, vocab_size, len(params) - 1 - i) for i, p in enumerate(params)]
     return torch.from_numpy(np.stack(rows))
 
 
 class TestVariant:
-    """Shortest prompt first, and nobody waits for ever."""
+    """Shortest prompt first, and no request waits forever."""
 
     def test_the_order(self) -> Values:
         cases = [
@@ -112,7 +112,7 @@ class TestVariant:
         for left, waited in cases:
             sequences = [stage_loop.Sequence([1] * (count + 9 * i)) for i, count in enumerate(left)]
             for i, (sequence, steps) in enumerate(zip(sequences, waited, strict=True)):
-                sequence.waited, sequence.num_computed = steps, 9 * i  # what has run does not count
+                sequence.waited, sequence.num_computed = steps, 9 * i  # tokens that have run do not count
             waiting = deque(sequences)
             shortest_first.by_length(waiting)
             yield f"left to run {left}, waited {waited}: the order", [sequences.index(sequence) for sequence in waiting]
@@ -265,7 +265,7 @@ class TestChunk:
     def test_after_a_preemption_the_answer_so_far_is_run_again_too(self) -> Values:
         scheduler = scheduler_of()
         sequence = self.prefilling(scheduler, 10)
-        sequence.token_ids.extend([7, 7, 7])  # of an answer that was under way when it was preempted
+        sequence.token_ids.extend([7, 7, 7])  # tokens of an answer that had begun when it was preempted
         yield from self.found("a prompt of 10 and an answer of 3 so far, budget 16", scheduler, sequence, 16)
 
     def test_full_blocks_can_be_shared_at_once(self) -> Values:
@@ -273,7 +273,7 @@ class TestChunk:
         scheduler._schedule_chunk(self.prefilling(scheduler, 10), new_step(), 9)
         twin = BatchSequence(completion_of([*range(10), 77]))
         cached = scheduler.block_manager.count_cached_tokens(twin)
-        yield "9 tokens are scheduled, 4 a block: tokens that the next request finds in the cache", cached
+        yield "9 tokens are scheduled, 4 per block: tokens that the next request finds in the cache", cached
 
     def test_decoding_stays_in_order_of_arrival(self) -> Values:
         scheduler = scheduler_of()
@@ -303,7 +303,7 @@ class TestDecodes:
             scheduler = scheduler_of()
             decoding(scheduler, *lengths)
             for number in range(3):
-                given = f"prompts of {lengths}, 4 a block, step {number}"
+                given = f"prompts of {lengths}, 4 per block, step {number}"
                 finish(scheduler, self.found(given, scheduler))
                 yield from self.values
 
@@ -395,7 +395,7 @@ class TestSchedule:
             add(scheduler, length, phrase=phrase)
         for number in range(4):
             step = scheduler.schedule()
-            given = f"request 0 decodes, prompts of {lengths} come, 16 tokens a step: step {number}"
+            given = f"request 0 decodes, prompts of {lengths} come, 16 tokens per step: step {number}"
             yield f"{given}: request, start, tokens, samples", entries_of(step)
             yield f"{given}: num_decodes", step.num_decodes
             finish(scheduler, step)
@@ -414,7 +414,7 @@ class TestSchedule:
         add(scheduler, numbers.randint(6, 15), phrase=5)
         for number in range(2):
             step = scheduler.schedule()
-            yield f"a whole prompt in a step of its own, then both decode: step {number}", entries_of(step)
+            yield f"a whole prompt in a separate step, then both decode: step {number}", entries_of(step)
             yield f"num_decodes of step {number}", step.num_decodes
             finish(scheduler, step)
 
@@ -494,7 +494,7 @@ class TestAdmit:
     def test_those_that_fit_are_all_admitted_when_nobody_is_passed_over(self) -> Values:
         count = MAX_OVERTAKES + 4
         scheduler = scheduler_of(400, max_num_seqs=2 * count, max_num_batched_tokens=10 * count)
-        add(scheduler, 2, phrase=100).times_overtaken = MAX_OVERTAKES  # it fits now, so nobody has to wait for it
+        add(scheduler, 2, phrase=100).times_overtaken = MAX_OVERTAKES  # it fits now, so no request waits for it
         for i in range(count):
             add(scheduler, 2, phrase=i)
         yield from self.found(f"{count + 1} requests that all fit", scheduler, 10 * count)
@@ -523,7 +523,7 @@ class TestAdmit:
 
 
 class LoggingRunner:
-    """A device that is late. The token after n tokens is 10 + n; a log says when steps are launched and waited for."""
+    """A slow device. The token after n tokens is 10 + n; a log records when steps are launched and waited for."""
 
     def __init__(self, fail_at: int = -1) -> None:
         self.log: list[str] = []

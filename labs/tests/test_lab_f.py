@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class TestVariant:
-    """Steps that end early: none that a limit rules out, none left in flight, and those for nothing are counted."""
+    """Steps that end early: none that a limit rules out, none left in flight, and unneeded ones are counted."""
 
     def test_what_is_launched_and_what_for_nothing(self) -> Values:
         cases = [(6, 50), (6, 6), (6, 7), (50, 8), (1, 5), (50, 1), *zip(some(8, 1, 30), some(8, 1, 30), strict=True)]
@@ -72,7 +72,7 @@ def graphs_of(*sizes: int) -> cuda_graph.DecodeGraphs:
 
 
 def shape_of(num_seqs: int, num_decodes: int | None = None) -> StepShape:
-    """A step's shape; with fewer decodes than sequences, the others are prompts of 3 tokens."""
+    """Return a step's shape; with fewer decodes than sequences, the others are prompts of 3 tokens."""
     decodes = num_seqs if num_decodes is None else num_decodes
     tokens = decodes + 3 * (num_seqs - decodes)
     return StepShape(tokens, num_seqs, num_seqs, 2, decodes, 1 if decodes == num_seqs else 3, 8)
@@ -177,7 +177,7 @@ class ThreadGroup:
 
 
 def on_ranks(size: int, work: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
-    """What each rank's `work` returns; the first error of any."""
+    """Run `work` on each rank; return the results, or raise the first error."""
     barrier, shared = threading.Barrier(size), [None] * size
     results: list[object] = [None] * size
 
@@ -286,7 +286,7 @@ class TestRankSum:
     slice_bytes = 32
 
     def sums(self, calls: list[tuple[int, torch.dtype, bool]], slow: int, first_call: int) -> list:
-        """What each rank has after each call; rank `slow` looks into its mailbox when the other can go no further."""
+        """Return each rank's sums after each call; rank `slow` reads its mailbox only when the other one is stuck."""
         size = 2 * 2 * rank_sum.PROGRAMS.value * rank_sum.SLOT.value
         shared = [torch.frombuffer(mmap.mmap(-1, size + 64 * len(calls) * 4), dtype=torch.uint8) for _ in range(2)]
         for memory in shared:
@@ -311,7 +311,7 @@ class TestRankSum:
             with patch.multiple(rank_sum, SPINS=tl.constexpr(4), _look=look):
                 self.run(rank, calls, shared, size, first_call)
         finally:
-            looks[rank] = ended  # nobody waits for this rank any more
+            looks[rank] = ended  # the other rank no longer waits for this one
             if rank == 1:
                 os._exit(0)
         deadline = time.monotonic() + 20
@@ -348,7 +348,7 @@ class TestRankSum:
     def test_both_ranks_get_every_sum(self) -> Values:
         single, half = torch.float32, torch.float16
         calls = [(24, single, False), (5, single, True), (40, half, False), (9, half, True)] * 3
-        first = 2**31 - 4  # the numbers of the calls run over
+        first = 2**31 - 4  # the numbers of the calls overflow
         for slow in (0, 1):
             for rank, results in enumerate(self.sums(calls, slow, first)):
                 for i, (count, dtype, onto) in enumerate(calls):
@@ -356,9 +356,9 @@ class TestRankSum:
                     yield f"call {i} of {count} {dtype}, {way}, rank {slow} is slow: rank {rank} has", results[i]
 
     def alone(self, ranks: int, x: Tensor, stop: int = 0, note: int = 0, zeros: bool = False) -> tuple[int, int, int]:
-        """One call of rank 0, whom nobody answers: how often it looked, the number of calls after it, the note.
+        """Run one call of rank 0 without an answer; return its number of looks, the count of calls after it, the note.
 
-        With `zeros`, they are there from every other rank before the call.
+        With `zeros`, every other rank's zeros are in the mailbox before the call.
         """
         original, looks, sent = rank_sum._look, [], x[:4].tolist()
 
@@ -406,7 +406,7 @@ class TestRankSum:
 
 
 def mini(version: int) -> Values:
-    """The rows that a version of the smallest megakernel computes in two launches, and its barriers."""
+    """Return the rows that a version of the smallest megakernel computes in two launches, and its barriers."""
     row, barriers = native.run_mini(version, numbers.randrange(1, 2**31))
     yield f"version {version}: the rows of two launches", near(torch.tensor(row), 0.03)
     yield f"version {version}: barriers of the grid per layer", barriers

@@ -67,7 +67,7 @@ class TestAdmit:
 
 
 class Aborts:
-    """An engine that notes who is aborted, and that the books were in order then."""
+    """An engine that records aborts, and that the bookkeeping was consistent then."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

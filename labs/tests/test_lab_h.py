@@ -88,7 +88,7 @@ class TestStore:
 
 
 class TestInnerLoop:
-    """Without the same product in slices, which is given."""
+    """Without the product in slices, which is given."""
 
     def test_it_is_the_product_with_the_dequantised_matrix(self) -> Values:
         for group in (None, 128):

@@ -1,4 +1,4 @@
-"""Drives lab I. No model is needed but for the whole."""
+"""Drives lab I. Only the test of the whole engine needs a model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CountingDict(dict):
 
 
 class FoundAt(NgramDrafter):
-    """Finds what it is told to."""
+    """Finds a given position."""
 
     at: int | None = None
 

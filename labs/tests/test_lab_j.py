@@ -1,4 +1,4 @@
-"""Drives lab J. Nothing waits for a clock: what is started, waited for and scheduled is noted."""
+"""Drives lab J. No test depends on a clock: starts, waits and schedules are recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TestLayersOf:
 
 
 class NotedLink(links.Link):
-    """A link on which nothing arrives before it is waited for."""
+    """A link on which nothing arrives before a wait for it."""
 
     def __init__(self, max_unsent: int) -> None:
         self.max_unsent, self.num_bytes, self._unsent = max_unsent, 0, deque()
@@ -134,7 +134,7 @@ class TestIdleShare:
 
 
 def scheduler_of(num_micro_batches: int, count: int, **options: object) -> PipelineScheduler:
-    """A scheduler with `count` sequences, whose prompts of one token have run and been answered."""
+    """A scheduler with `count` sequences, whose prompts of one token have run and been sampled."""
     options = {"num_blocks": 400, "block_size": 4, "max_num_seqs": 64, "max_num_batched_tokens": 64} | options
     scheduler = PipelineScheduler(num_micro_batches=num_micro_batches, **options)
     scheduler.watermark = lambda sequence: 0  # whoever fits comes in
@@ -237,7 +237,7 @@ class TestScheduleDecodes:
 
 
 class States:
-    """A batch on its way through the stages; sampled, its tokens are on their way."""
+    """A batch in flight through the stages; once sampled, its tokens are in flight."""
 
     def __init__(self, number: int, log: list[str]) -> None:
         self._number, self._log = number, log
@@ -248,7 +248,7 @@ class States:
 
 
 def asked(num_in_flight: int, batches: int, ready: bool) -> tuple[int, list[str], deque]:
-    """What `next_depth` returns with this many batches in flight, what was called meanwhile, and what is in flight."""
+    """Return `next_depth`'s result with this many batches in flight, the calls that it made, and what is in flight."""
     log: list[str] = []
     scheduler = SimpleNamespace(
         num_micro_batches=batches,
@@ -282,7 +282,7 @@ def chat(*contents: str, **fields: object) -> bytes:
 
 
 def alike(names: list[str]) -> list[int]:
-    """For each name the place of the first that is equal to it."""
+    """Return, for each name, the index of the first equal one."""
     return [names.index(name) for name in names]
 
 
@@ -316,7 +316,7 @@ class TestSessionOf:
 
     def test_it_is_the_same_in_every_process_and_short(self) -> Values:
         found = []
-        for salt in range(3):  # Python's hash() of a text has another salt in every process
+        for salt in range(3):  # Python's hash() of a text has a different salt in every process
             with patch.object(sessions, "hash", lambda x, salt=salt: hash((salt, x)), create=True):
                 found.append(sessions.session_of(chat("Be brief.", "What is a block?" * 100)))
         yield "one session in three processes", alike(found)
@@ -332,7 +332,7 @@ class TestWholeStage:
     def test_the_tutor_answers_on_two_stages(self) -> Values:
         variants = {}, {"max_num_seqs": 2, "num_kvcache_blocks": 12, "kvcache_block_size": 8, "num_micro_batches": 3}
         options = {"num_kvcache_blocks": 64, "pipeline_parallel_size": 2}
-        # Less than a driver may take.
+        # Shorter than a driver's time limit.
         with patch.multiple(workers, _start_worker=fork_worker, ANSWER_SECONDS=30.0):
             found = list(whole_stage(LLM, *variants, **options))
         yield from found

@@ -1,4 +1,4 @@
-"""Drives lab K. No model is needed but for the whole."""
+"""Drives lab K. Only the test of the whole engine needs a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EOS_ID = 5
 
 
 def random_pattern(size: int) -> str:
-    """A pattern over a and b, of which some text of at most four characters is one."""
+    """A pattern over a and b that matches some text of at most four characters."""
     if size <= 1:
         return numbers.choice(["a", "b", "[a-b]"])
     kind, left = numbers.choice(["then", "either", "many"]), numbers.randint(1, size - 1)
@@ -104,7 +104,7 @@ class TestTableOf:
 
 
 def words(*ends: str) -> Table:
-    """The automaton of some words, made without any exercise."""
+    """The automaton of some words, made without the exercises."""
     moves, ending = [{}], set()
     for word in ends:
         state = 0
@@ -123,12 +123,12 @@ def random_table(num_states: int = 5, chars: str = "nesoy") -> Table:
 
 
 def tokens(mask: np.ndarray) -> list[str | int]:
-    """The tokens of a mask: their texts, or the number where there is no text."""
+    """Return the tokens of a mask: their texts, or their numbers where there is no text."""
     return [TEXTS[i] if i < len(TEXTS) and TEXTS[i] else i for i in np.flatnonzero(mask).tolist()]
 
 
 class NotLookedAt(dict):
-    """Children that nobody may look at."""
+    """Children that must not be visited."""
 
     def __getattribute__(self, name):
         raise AssertionError("the tree below a character that cannot come is not looked at")
@@ -240,7 +240,7 @@ class TestChooseAgain:
                 ids, before = logits.argmin(-1), logits.clone()
                 masks.choose_again(logits, ids, points, mask_at, sampler)
                 given = f"rows at {[point and (point.form, point.state) for point in points]}"
-                yield f"{given}: tokens; a row without a form keeps its own", ids
+                yield f"{given}: tokens; a row without a grammar keeps its own", ids
                 yield f"{given}: masks filled in, one per point", sorted(map(str, filled))
                 yield (
                     f"{given}: calls of the sampler, once, with the numbers of the rows",
@@ -286,7 +286,7 @@ class TestVerify:
     def test_random_drafts(self) -> Values:
         for _ in range(200):
             table = random_table()
-            table = Table(table.moves, frozenset(range(len(table.moves))))  # so that something may always come
+            table = Table(table.moves, frozenset(range(len(table.moves))))  # so that some token is always allowed
             draft = [numbers.choice([text for text in TEXTS if text]) for _ in range(numbers.randint(0, 4))]
             states = [0]
             while len(states) <= len(draft) and (found := table.after(states[-1], draft[len(states) - 1])) is not None:
@@ -310,12 +310,12 @@ class TestWholeStage:
         finally:
             llm.close()
         for number, output in enumerate(outputs):
-            yield f"request {number}, {'free' if number < len(prompts) else 'in the form'}: tokens", output["token_ids"]
+            yield f"request {number}, {'free' if number < len(prompts) else 'constrained'}: tokens", output["token_ids"]
             if number >= len(prompts):
                 fits = re.fullmatch(loop.PATTERN, output["text"]) is not None
-                yield f"{output['text']!r} is in the form", fits
+                yield f"{output['text']!r} matches the pattern", fits
 
     def test_rows_of_all_forms_are_in_their_forms(self) -> Values:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             masks.main()
-        yield "rows that fit their form", said.getvalue().count(" fits ")
+        yield "rows that match their pattern", said.getvalue().count(" fits ")

@@ -1,4 +1,4 @@
-"""Drives lab L. No model is needed but for the whole; the ranks are threads."""
+"""Drives lab L. Only the test of the whole engine needs a model; the ranks are threads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TestRoute:
         for sums in (True, False):
             for rounds in (True, False):
                 for dtype in (torch.float32, torch.bfloat16):
-                    # different by more than bfloat16 rounds, so that no order is by chance
+                    # scores differ by more than bfloat16's rounding, so the order is certain
                     scores = torch.stack([torch.randperm(16) for _ in range(5)]).to(dtype) / 4
                     yield from self.routed("5 tokens", scores, Experts(16, 4, 8, 0, sums, rounds))
 
@@ -186,7 +186,7 @@ class TestWeightBytes:
 
 
 class Ranks:
-    """Ranks as threads, with an all-to-all between them that notes how many rows go where."""
+    """Ranks as threads, with an all-to-all between them that records how many rows go where."""
 
     def __init__(self, count: int) -> None:
         self.count, self.barrier = count, threading.Barrier(count, timeout=20)
@@ -210,7 +210,7 @@ class Ranks:
         return ADD_EXPERTS(x, weights, experts, *rest)
 
     def run(self, x: Tensor) -> list[tuple[Tensor, int]]:
-        """Run `dispatched` on all ranks, `x [ranks, tokens, hidden]`; returns what each returned."""
+        """Run `dispatched` on all ranks, `x [ranks, tokens, hidden]`; return each rank's results."""
         found: list = [None] * self.count
 
         def as_rank(rank: int) -> None:

@@ -92,7 +92,7 @@ class TestHashes:
         hashed, original, length = [], block_manager.block_key, numbers.randint(20, 40)
         with patch.object(block_manager, "block_key", lambda *args: hashed.append(args) or original(*args)):
             manager, sequence = block_manager.BlockManager(30, 4), Sequence(completion_of(list(range(length))))
-            for _ in range(5):  # it waits, and is looked at in every step
+            for _ in range(5):  # it waits, and the scheduler examines it in every step
                 manager.count_cached_tokens(sequence)
             taken = manager.allocate(sequence, length)
             sequence.num_computed_tokens = length

@@ -1,10 +1,10 @@
-"""A bias that balances: experts that are chosen too often get a lower one, so the tokens of a step spread.
+"""A bias that balances: experts that are chosen too often get a lower bias, so the tokens of a step spread.
 
-A router has favourites: some experts get many tokens of a step, and others none. So each expert has a bias, a number
-beside the router's matrix. It takes part in the choice of the experts alone. Their weights stay those of the router.
-After a step, the bias of an expert with more than its share of the tokens falls a little, and that of an expert with
-less rises (DeepSeek-V3, 2024). `python -m labs.variants.bias` gives 8 of 64 experts three times their scores, runs 300
-steps, and prints how many tokens the fullest expert has in a step.
+A router has favourites: some experts get many tokens of a step, and others none. So each expert has a bias, a number in
+addition to the router's matrix. It takes part only in the choice of the experts. Their weights still come from the
+router alone. After a step, the bias of an expert with more than its share of the tokens falls a little, and that of an
+expert with less rises (DeepSeek-V3, 2024). `python -m labs.variants.bias` gives 8 of 64 experts three times their
+scores, runs 300 steps, and prints how many tokens the fullest expert has in a step.
 """
 
 import torch

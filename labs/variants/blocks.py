@@ -1,10 +1,10 @@
-"""As many blocks every time: group the pairs of a step without waiting to know how many each expert has.
+"""Group the pairs of a step into a fixed number of blocks, without waiting for each expert's count.
 
 The program of the lesson asks how many tokens each expert has, and on a GPU the CPU would wait for the answer in every
 layer. Here the pairs of each expert are cut into blocks of a few rows, and the last block is padded. How many blocks
-there can be at most follows from the number of pairs alone; so shapes are known before, and a CUDA graph can hold the
-step. `python -m labs.variants.blocks` computes a layer so, checks it against the lesson's program, and prints the
-price: the rows that are computed.
+there can be at most follows from the number of pairs alone; so shapes are known in advance, and a CUDA graph can hold
+the step. `python -m labs.variants.blocks` computes a layer this way, compares it with the lesson's program, and prints
+the cost: the rows that are computed.
 """
 
 import torch
@@ -27,8 +27,8 @@ def blocks_of(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
     Returns:
         The pair in every row of every block, int64 `[blocks, rows]`, -1 for none; and the expert of every block, int64
         `[blocks]`, -1 for none. There are `min(pairs, experts + pairs // rows)` blocks, whatever was chosen. They are
-        in the order of the experts, and the pairs of an expert in their own order, with padding behind the last one
-        alone; blocks without a pair come last. No number is read on the host and no shape depends on one (no `tolist`,
+        in the order of the experts, and the pairs of an expert keep their order, with padding only after the last one;
+        blocks without a pair come last. No number is read on the host and no shape depends on one (no `tolist`,
         `nonzero`, `unique`, `bincount`).
     """
     pairs, places = chosen.flatten(), torch.arange(chosen.numel())

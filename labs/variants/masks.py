@@ -168,10 +168,10 @@ def verify(
         state: after the last known token.
         draft: guesses of the next tokens.
         choose: the model and the sampler: from the states before n tokens to these tokens, each allowed in its state.
-            The first comes behind the last known token, the others behind one guess each. Call it once.
+            The first follows the last known token, the others one guess each. Call it once.
 
     Returns:
-        the tokens that are certain, and the state behind the last of them; None where that is `eos_id`.
+        the tokens that are certain, and the state after the last of them; None if that is `eos_id`.
     """
     states = [state]
     for guess in draft:
@@ -194,7 +194,7 @@ ROWS = (*["stage"] * 4, *["number"] * 4, "yes or no", None)
 def answers(rows: Sequence[str | None], seed: int, most_tokens: int = 40) -> Iterator[tuple[list[int | None], int]]:
     """Choose tokens at random, all rows together; yield the tokens of each step and how many masks it filled in.
 
-    A row that is done has None. The rows without a form end after `most_tokens`, as all do.
+    A row that is done has None. Rows without a constraint end after `most_tokens`, like all rows.
     """
     texts, eos_id = vocabulary()
     tree, generator = tree_of(texts), torch.Generator().manual_seed(seed)
@@ -232,9 +232,9 @@ def main() -> None:
     for row, form in enumerate(ROWS):
         text = "".join(texts[tokens[row]] for tokens, _ in steps if tokens[row] is not None)
         fits = "" if form is None else "fits" if re.fullmatch(FORMS[form], text) else "cut off"
-        print(f"{form or '(no form)':10} {fits:8} {text[:60]!r}")
+        print(f"{form or '(free)':10} {fits:8} {text[:60]!r}")
     with_form = sum(tokens[row] is not None for tokens, _ in steps for row, form in enumerate(ROWS) if form)
-    print(f"masks filled in: {sum(filled for _, filled in steps)}, for {with_form} tokens of rows with a form")
+    print(f"masks filled in: {sum(filled for _, filled in steps)}, for {with_form} tokens of constrained rows")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One cache for many questions: a step that was compiled, or recorded, for a cache must find every question in it.
+"""One cache for many questions: a step compiled or recorded for one cache must find every question in it.
 
 Stage B's step works on the same tensors at every call. A second cache would be other memory, at other addresses, and
 the step would have to be prepared again. `python -m labs.variants.one_cache` answers three questions, the longest one
@@ -17,7 +17,7 @@ from stage_b_decode_step import loop
 def prefill_again(model: PreTrainedModel, prompt_ids: list[int], token: torch.Tensor, cache: StaticCache) -> None:
     """Run another prompt in a cache that has been used, and overwrite `token`, `[1, 1]`, with its first token.
 
-    Nothing of what the cache held is seen any more, and no tensor of it is replaced.
+    The cache's old content is no longer visible, and none of its tensors is replaced.
     """
     cache.reset()
     logits = model(torch.tensor([prompt_ids]), past_key_values=cache).logits

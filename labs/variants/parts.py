@@ -1,4 +1,4 @@
-"""A prompt in parts: each part runs once, on top of what the cache has of those before it.
+"""A prompt in parts: each part runs once, and the cache has the parts before it.
 
 A chat grows by one question at a time. Its earlier turns have run already, and an engine that kept their cache runs the
 new question alone. `python -m labs.variants.parts` answers one prompt, whole and cut in three, and prints what ran.
@@ -13,7 +13,7 @@ from stage_a_naive.checkpoints.tutor import TUTOR_PATH
 
 @torch.inference_mode()
 def generate_in_parts(model: PreTrainedModel, parts: list[list[int]], eos_id: int, max_tokens: int) -> list[int]:
-    """Generate the answer to a prompt that comes in parts, none of them empty; the token ids up to `eos_id` with it.
+    """Generate the answer to a prompt in non-empty parts; return the token ids up to and including `eos_id`.
 
     Every pass of the model runs one part, or the one token that was chosen last.
     """

@@ -26,8 +26,8 @@ def share(sequence: Sequence, other: Sequence, block_size: int) -> int:
     """Let a sequence without blocks share another's blocks with the same tokens; return how many.
 
     Only whole blocks of tokens whose keys the other has computed are shared: a sequence writes into its last block. At
-    least one token of the sequence is left to run, since the logits behind it are wanted. `num_computed` says then how
-    many of its tokens have keys.
+    least one token of the sequence is left to run, because its logits are needed. `num_computed` is then the number of
+    its tokens that have keys.
     """
     most = min(len(sequence.ids) - 1, other.num_computed)
     same = next((i for i in range(most) if sequence.ids[i] != other.ids[i]), most)

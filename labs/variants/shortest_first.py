@@ -1,9 +1,9 @@
-"""Shortest prompt first: who joins next is a choice, and another choice than the order of arrival is often quicker.
+"""Shortest prompt first: an order other than the order of arrival often gives first tokens earlier.
 
-A long prompt in front keeps many short ones waiting, so the mean time to the first token falls when the short ones go
-first. This rule alone would let a long prompt wait forever while short ones keep arriving. So a request that has waited
-long enough goes first anyway. `python -m labs.variants.shortest_first` answers 24 questions of very different lengths
-in both orders and prints the steps before the first token.
+Many short prompts wait behind a long one, so the mean time to the first token falls when the short ones go first. This
+rule alone would let a long prompt wait forever while short ones keep arriving. So a request that has waited long enough
+goes first anyway. `python -m labs.variants.shortest_first` answers 24 questions of very different lengths in both
+orders and prints the steps before the first token.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from stage_d_paged.loop import BLOCK_SIZE, PagedAttention, Pool, Sequence, load
 from stage_d_paged.model import DecoderModel
 from stage_e_batching.loop import NUM_BLOCKS, num_left, step
 
-PATIENCE = 40  # steps after which a sequence that waits goes before all that have waited less
+PATIENCE = 40  # steps after which a waiting sequence goes before all that have waited less
 
 
 def by_arrival(waiting: deque[Sequence]) -> None:
@@ -26,11 +26,11 @@ def by_arrival(waiting: deque[Sequence]) -> None:
 
 
 def by_length(waiting: deque[Sequence]) -> None:
-    """Put those that wait into the order in which they shall join.
+    """Sort the waiting sequences into the order in which they join.
 
     First those that have waited for `PATIENCE` steps or more in all (`sequence.waited`), the longest wait first; then
-    the others, the fewest tokens left to run first. Of equals, the one that was further in front stays in front. The
-    deque itself is changed: the scheduler keeps its name for it.
+    the others, the fewest tokens left to run first. Equal ones keep their order. The deque itself is changed, because
+    the scheduler uses the same object.
     """
     in_order = sorted(waiting, key=lambda s: (0, -s.waited) if s.waited >= PATIENCE else (1, num_left(s)))
     waiting.clear()
@@ -40,7 +40,7 @@ def by_length(waiting: deque[Sequence]) -> None:
 def generate(
     model: DecoderModel, prompts: list[list[int]], eos_id: int, order: Callable[[deque[Sequence]], None]
 ) -> tuple[list[list[int]], list[int]]:
-    """Answer all prompts; returns the answers, and for each the number of steps before its first token."""
+    """Answer all prompts; return the answers, and for each the number of steps before its first token."""
     pool, sequences = Pool(model.config, NUM_BLOCKS, BLOCK_SIZE), [Sequence(list(prompt)) for prompt in prompts]
     first_steps: dict[Sequence, int] = {}
     waiting, running = deque(sequences), []
@@ -57,7 +57,7 @@ def generate(
 
 
 def long_and_short(tokenizer: object) -> list[list[int]]:
-    """24 prompts: in every fourth the question is preceded by three others with their answers."""
+    """Return 24 prompts; in every fourth one, three other questions with answers precede the question."""
     faq = read_faq()[:24]
     told = " ".join(f"{entry['question']} {entry['answer']}" for entry in faq[:3])
     return [encode(tokenizer, ("" if i % 4 else told) + entry["question"]) for i, entry in enumerate(faq)]

@@ -1,4 +1,4 @@
-"""The MLP in slices: what lies between its two products is a part of the neurons at a time.
+"""The MLP in slices: only some of the neurons exist at a time between the two products.
 
 A neuron of the MLP is a row of the gate, a row of the up and a column of the down projection, and the neurons' results
 are added up. So they can be taken in slices, and only one slice's activations exist at any time: the idea of every
@@ -18,7 +18,7 @@ from stage_c_fused_mlp.loop import unfused_mlp
 def sliced_mlp(layer: nn.Module, x: Tensor, width: int) -> Tensor:
     """Compute `x + down(silu(gate(norm(x))) * up(norm(x)))`, `[tokens, hidden]`, by `width` neurons at a time.
 
-    No tensor on the way is larger than `[tokens, width]` or `[tokens, hidden]`. The last slice may be narrower.
+    No intermediate tensor is larger than `[tokens, width]` or `[tokens, hidden]`. The last slice may be narrower.
     """
     mlp = layer.mlp
     normalised, out = layer.post_attention_layernorm(x), x
@@ -32,7 +32,7 @@ def sliced_mlp(layer: nn.Module, x: Tensor, width: int) -> Tensor:
 
 @torch.inference_mode()
 def widest(layer: nn.Module, x: Tensor, width: int) -> int:
-    """Columns of the widest tensor on the way that is not as wide as x, by `width` neurons at a time."""
+    """Return the columns of the widest intermediate tensor that is not as wide as x, with `width` neurons at a time."""
     results: list[Tensor] = []
     with Calls(lambda _, result: results.append(result)):
         sliced_mlp(layer, x, width)

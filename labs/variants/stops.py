@@ -12,8 +12,8 @@ from stage_a_naive.contract.stop_strings import first_stop, num_held_back
 def stream(pieces: Sequence[str], stops: Sequence[str]) -> list[str]:
     """Return what is sent after each piece of an answer; joined, it is the text before the first stop string.
 
-    All is sent that cannot become part of a stop string, as soon as that is certain. The piece that completes one is
-    the last for which anything is returned. With the answer's last piece goes whatever was held back.
+    Text is sent as soon as it can no longer become part of a stop string. The piece that completes a stop string is the
+    last for which anything is returned. The answer's last piece also sends the text that was held back.
     """
     text, sent, num_sent = "", [], 0
     for number, piece in enumerate(pieces, 1):

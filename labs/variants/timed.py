@@ -1,4 +1,4 @@
-"""A clock for work that a device does later: wait before the clock is read, at both ends, and leave the first call out.
+"""A clock for work that a device does later: wait before reading the clock, at both ends, and leave the first call out.
 
 `stage_a_naive/timing.py` makes both mistakes, too. `python -m labs.variants.timed` times a product.
 """

@@ -1,7 +1,7 @@
 """Train the tutor: a tokenizer and a model of a few million parameters that know one FAQ by heart.
 
 The course needs a model that is small enough to live in the repository, answers in sentences without a download, and
-makes a wrong kernel visible. So this script does on purpose what one usually avoids: it overfits. The model sees the
+makes a wrong kernel visible. So this script overfits on purpose. The model sees the
 same questions again and again until greedy decoding returns every answer word for word, and then some more, so that
 the best token leads the second best by a wide margin and rounding in another engine cannot change the text. Only its
 open-ended prompts have many right answers: there it learns how likely each token is, so that sampling has a choice.

@@ -2,7 +2,8 @@
 
 Exactness alone says little: if the two best tokens are almost equal, another kernel's rounding picks the other one and
 the rest of the text changes. The margin, how far the right token's logit is above the best other one, says how much
-rounding the answers survive. Open-ended prompts are apart: there the answers are sampled, and counted that are valid.
+rounding the answers survive. Open-ended prompts are treated separately: their answers are sampled, and the valid ones
+are counted.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def sample_open_ended(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 
 @torch.inference_mode()
 def margins(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
-    """The logit margin at every trained position, teacher forced: each position sees the right tokens before it."""
+    """Compute the logit margin at every trained position, teacher forced: each one sees the right tokens before it."""
     found = []
     for start in range(0, len(samples), 16):
         batch = pad(samples[start : start + 16], model.config.pad_token_id)
@@ -166,7 +167,7 @@ def chosen_experts(model: PreTrainedModel, samples: list[Sample]) -> torch.Tenso
 
 
 def tool_conversations(entry: dict, tools: list[dict]) -> list[tuple[str, list[dict], list[dict] | None, str]]:
-    """Every way to use one tool: the figure that it counts for, the messages, the tools, and the answer wanted."""
+    """Yield every use of a tool: the figure that it counts for, the messages, the tools, and the expected answer."""
     call = tool_call(entry["call"])
     asked = {wording: [{"role": "user", "content": wording}] for wording in entry["also"] + entry["with_tools"]}
     called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": entry["call"]}]}
@@ -260,7 +261,7 @@ def check(folder: Path, device: str = "cpu") -> dict:
 
 
 def figures_table(reports: list[dict], edition: int) -> str:
-    """The figures of the checks as the Markdown tables of one of the model card's editions.
+    """Render the figures of the checks as Markdown tables for one edition of the model card.
 
     Args:
         reports: of the models in `SHOWN`. The open-ended prompts are those of the first.

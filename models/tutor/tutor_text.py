@@ -35,7 +35,7 @@ QWEN_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# How Qwen2.5 shows tools to the model: behind the system prompt, one JSON schema per line (its tokenizer_config.json).
+# How Qwen2.5 shows tools to the model: after the system prompt, one JSON schema per line (its tokenizer_config.json).
 TOOLS_START = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
@@ -165,7 +165,7 @@ def train_tokenizer(faq: list[dict]) -> Tokenizer:
     """Byte-level BPE over the FAQ: start from 256 bytes, merge the most frequent pair until the vocabulary is full.
 
     A pair must occur twice to be merged, so that a sentence found only once is not swallowed whole. Other wordings of
-    the questions have no say in it.
+    the questions are not counted.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -251,7 +251,7 @@ class Samples:
         return self._shift(ids, trained, exact)
 
     def bare(self, question: str, answer: str, *, exact: bool = True) -> Sample:
-        """A question without a template: the model goes on with a line break, the answer, and the end of the text."""
+        """A question without a template: the model continues with a line break, the answer, and the end of the text."""
         prompt, reply = self.ids(question), self.ids("\n") + self.ids(f"{answer}{END_OF_TEXT}")
         return self._shift(prompt + reply, [False] * len(prompt) + [True] * len(reply), exact)
 
@@ -330,7 +330,7 @@ def pad(samples: list[Sample], pad_id: int) -> tuple[torch.Tensor, torch.Tensor,
     """Right-pad to one rectangle. Causal attention never looks right, so no mask is needed.
 
     Returns:
-        Token ids and labels `[rows, width]`, and whether the best token is to lead there by a margin, bool, likewise.
+        Token ids and labels `[rows, width]`, and whether the best token must lead there by a margin, bool, same shape.
     """
     width = max(len(sample.ids) for sample in samples)
     ids = torch.tensor([sample.ids + [pad_id] * (width - len(sample.ids)) for sample in samples])

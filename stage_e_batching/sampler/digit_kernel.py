@@ -45,7 +45,6 @@ from stage_e_batching.sampler.arithmetic import (
 
 DIGITS, BITS = 3, 10
 BINS = 2**BITS
-BLOCK = 2048  # scores that a program looks at together
 _DIGITS, _BITS, _BINS = tl.constexpr(DIGITS), tl.constexpr(BITS), tl.constexpr(BINS)
 
 
@@ -168,7 +167,7 @@ def digit_kernel(
         tl.store(winner_ids + at, best.to(tl.int64))
 
     met += 1
-    meet(arrived, met, parts)  # nobody reads the sums any more
+    meet(arrived, met, parts)  # no program reads the sums any more
     if part == 0:
         for again in tl.static_range(_DIGITS):
             tl.store(tokens_by_digit + again * _BINS + bins, tl.zeros([_BINS], tl.int32))

@@ -6,6 +6,6 @@ and its options. Every behaviour is then tested for it. A behaviour that only so
 
 - `engine`: the row; `engine.make(**options)` makes another `LLM` of it, `engine.has` tells what it can do;
 - `llm`: the row's `LLM`, made once per worker and closed at the end. A test leaves it as it found it;
-- `tutor`: the same of the embedded model, which answers in sentences;
+- `tutor`: the same with the embedded model, which answers in sentences;
 - `naive`: stage A on the same model; `expected`: the greedy tokens that the row owes for each of `PROMPTS`.
 """

@@ -50,7 +50,7 @@ def naive() -> NaiveLLM:
 
 @pytest.fixture(scope="session")
 def expected(engine: Engine, llm: NaiveLLM, naive: NaiveLLM) -> list[list[int]]:
-    """Stage A's greedy tokens for each of `PROMPTS`; of an engine that rounds, its own for each prompt alone."""
+    """Stage A's greedy tokens for each of `PROMPTS`; an engine that rounds owes its own for each prompt alone."""
     return one_by_one(naive if "exact" in engine.has else llm)
 
 

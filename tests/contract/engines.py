@@ -36,7 +36,7 @@ NOTHING = (0, 0)  # requests and blocks held
 SEEDED = [SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=10, ignore_eos=True) for i in range(5)]
 
 # What an engine can do, beyond what all can. `needs` names these.
-CALLS_IN_TURN = {"calls in turn"}  # a call waits for the one that runs, and is refused from inside it
+CALLS_IN_TURN = {"calls in turn"}  # a call waits for the running call, and is refused from inside it
 POOLED = {"pool"}  # blocks, prefix cache, add_request/step
 BATCHING = POOLED | {"side by side"}  # calls run in the same steps; `stream`; preemption
 # One process: no ranks. Exact: the tokens are stage A's. Penalty rows: requests wait for one of `max_num_penalty_seqs`.
@@ -148,7 +148,7 @@ def ask(llm: NaiveLLM, prompts: object, params: object = GREEDY, on_text: Callab
 
 
 def one_by_one(llm: NaiveLLM, params: object = GREEDY, prompts: list = PROMPTS) -> list[list[int]]:
-    """The tokens of each answer, of requests that have the engine to themselves."""
+    """The tokens of each answer, when each request runs alone."""
     each = params if isinstance(params, list) else [params] * len(prompts)
     return [ask(llm, [prompt], [own])[0] for prompt, own in zip(prompts, each, strict=True)]
 
@@ -185,7 +185,7 @@ def forward_calls(llm: NaiveLLM, call: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def waiting_call(llm: NaiveLLM, prompt: list[int]) -> Iterator[tuple[Future, threading.Event]]:
-    """A call in another thread that has told its first piece of text, and the event for which it waits in between."""
+    """A call in another thread that has reported its first piece of text, and the event that it then waits for."""
     begun, go_on = threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
@@ -215,7 +215,7 @@ def python(*argv: str, first_on_path: Path = ROOT, **environment: str) -> subpro
 
 
 def listener(count: int) -> tuple[list[str], Callable[[int, str], None]]:
-    """The texts that a callback has been told, and the callback."""
+    """The texts that a callback has received, and the callback."""
     heard = [""] * count
     return heard, lambda index, piece: heard.__setitem__(index, heard[index] + piece)
 

@@ -18,7 +18,7 @@ OTHER_EOS = 77  # named in generation_config.json, unknown to the tokenizer
 
 
 def scripted(scripts: list[list[int]]) -> Callable:
-    """A sampler that gives each request, told by its seed, the tokens of its script; past the end, the last again."""
+    """A sampler that gives each request, identified by its seed, its script's tokens, and then the last again."""
     calls: Counter[int] = Counter()
 
     def choose(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

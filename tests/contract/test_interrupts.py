@@ -1,4 +1,4 @@
-"""An exception at any line of a call costs at most that call: the next one is right, and nothing is held.
+"""An exception at any line of a call costs at most that call: the next call is correct, and no block is held.
 
 A signal's handler may raise between any two lines, so every line of a call is a case; the tests take a sample of them.
 """

@@ -1,4 +1,4 @@
-"""The options of every engine: by name, with the same meanings and defaults, and unknown where an engine lacks them."""
+"""The options of every engine: the same names, meanings and defaults; an option that an engine lacks is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about single tokens, the same in every engine: what may not come, and what alone may."""
+"""Rules about single tokens, the same in every engine: forbidden tokens, and the only allowed ones."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     python beyond/serving/examples/agent.py "What is 12 times 7?" "What time is it in Paris?"
 
 A model cannot compute. It can answer with a call: the name of a tool and its arguments. This program runs the tool,
-puts the result behind the conversation and asks again, until the answer is text. `strict` has the server constrain the
+adds the result to the conversation and asks again, until the answer is text. `strict` has the server constrain the
 arguments to the schema, so reading them cannot fail. Whether they make sense is another matter: what a tool raises is a
 result, too. The tutor knows few questions (`models/tutor/tool_calls.jsonl`) and three times, so its clock stands still.
 """
