@@ -521,7 +521,7 @@ TOO_LONG = {"code": "context_length_exceeded", "message": "This model's maximum 
 NO_MODEL = {"param": "model", "code": "model_not_found"}
 NO_FORMS = {"param": "structured_outputs", "message": "structured_outputs of prompt 0: this engine cannot"}
 NO_FORMAT = {"param": "response_format", "message": "response_format of prompt 0: this engine cannot constrain"}
-TWO_FORMS = {"param": "response_format", "message": "response_format and structured_outputs both say"}
+TWO_FORMS = {"param": "response_format", "message": "response_format and structured_outputs both ask"}
 TWO_SEEDS = {"param": "seed", "message": f"seed must be an integer from {-(2**63)} to"}
 REFUSALS = [  # path, body, what the error says; its message begins so
     *((COMPLETIONS, ASK | {field: value}, {"param": field}) for field in WRONG for value in WRONG[field]),
