@@ -36,7 +36,7 @@ from beyond.speculation.drafts import HostDrafts, SpeculationCounters, draft_of
 from beyond.speculation.host_inputs import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
-from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.sequence import guessing_sequence
 from beyond.speculation.token_table import TokenTable
 from beyond.structured.checks import check_structured_outputs
 from beyond.structured.constraints import Constraints, constrained_sampler, constraints_of
@@ -54,6 +54,7 @@ from stage_f_graph_tp import llm as stage_f
 from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.megakernel import build_early
 from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import TokenSource
 
@@ -106,6 +107,8 @@ class LLM(stage_f.LLM):
         ngram = self._drafter = NgramDrafter(length) if guesses == "ngram" else None
         if options.num_ranks > 1:
             return self._build_on_ranks(rows, seed)
+        if options.uses("megakernel") and not options.uses_eight_bits:
+            build_early(ModelConfig.from_hf(self.source.config), self.dtype, self.device)
         runtime = divide_pool(load_quantized_runtime(self.source, rows, self.device, self.dtype, seed), rows)
         drafting = self._load_draft(runtime, seed) if guesses == "model" else None
         guess = partial(guess_of_table, ngram) if ngram is not None and options.guesses_ahead else draft_of
@@ -176,7 +179,7 @@ class LLM(stage_f.LLM):
     def _scheduler(self) -> Scheduler:
         options, parts = self.options, {}
         if options.speculation != "off":
-            parts = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
+            parts = {"new_sequence": guessing_sequence, "block_manager_class": ShrinkingBlockManager}
         if (block_manager := block_manager_of(self.runner)) is not None:
             parts["block_manager_class"] = block_manager
         make = partial(Scheduler, **parts)

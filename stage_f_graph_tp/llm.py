@@ -24,6 +24,7 @@ from stage_e_batching.runner import ModelRunner
 from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.kernels import choose_layers
+from stage_f_graph_tp.megakernel import build_early
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.runner import StepRunner
 
@@ -78,6 +79,8 @@ class LLM(stage_e.LLM):
     def _build(self, seed: int) -> tuple[Runtime, StepRunner | ModelRunner]:
         if self.options.tensor_parallel_size > 1:
             return self._build_ranks(seed)
+        if self.options.uses("megakernel"):
+            build_early(ModelConfig.from_hf(self.source.config), self.dtype, self.device)
         runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=choose_layers)
         sampler = stage_e.make_sampler(runtime, self.options)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, self.options))

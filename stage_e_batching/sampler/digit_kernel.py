@@ -45,7 +45,6 @@ from stage_e_batching.sampler.arithmetic import (
 
 DIGITS, BITS = 3, 10
 BINS = 2**BITS
-BLOCK = 2048  # scores that a program looks at together
 _DIGITS, _BITS, _BINS = tl.constexpr(DIGITS), tl.constexpr(BITS), tl.constexpr(BINS)
 
 

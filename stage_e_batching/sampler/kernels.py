@@ -42,7 +42,7 @@ from stage_e_batching.sampler.digit_kernel import BINS, DIGITS, digit_kernel
 from stage_e_batching.sampler.short_list_kernel import BLOCK, LIST, MOST_PARTS, USUAL, short_list_kernel
 
 SPAN = 8192  # logits a program looks at, held in registers
-PROGRAMS = 2  # of the cut-off search, per multiprocessor; all of them run at the same time
+PROGRAMS, WARPS = 4, 4  # programs of the search per multiprocessor, which all run at the same time; warps of each
 _REPLACED, _NO_TOKEN = tl.constexpr(REPLACED), tl.constexpr(NO_TOKEN)
 
 
@@ -165,7 +165,12 @@ class RowChooser:
             room(),
             room(LIST, dtype=torch.float32),
             room(LIST),
-            room(dtype=torch.int64),
+        )
+        self._found = (
+            room(2, MOST_PARTS, dtype=torch.int64),
+            room(2, MOST_PARTS, dtype=torch.float32),
+            room(2, MOST_PARTS),
+            room(2, MOST_PARTS),
         )
         self._sums = room(DIGITS, BINS), room(DIGITS, BINS, dtype=torch.int64)
         self._winners = room(3 * self._most, dtype=torch.float32)
@@ -192,6 +197,7 @@ class RowChooser:
             rows.rules,
             self._counts,
             *self._list,
+            *self._found,
             self._arrived,
             parts,
             vocab,
@@ -201,7 +207,7 @@ class RowChooser:
             LIST=LIST,
             USUAL=USUAL,
             NATIVE=self._on_gpu,
-            num_warps=8,
+            num_warps=WARPS,
             **together,
         )
         digit_kernel[(count * parts,)](
@@ -222,7 +228,7 @@ class RowChooser:
             logits.stride(0),
             BLOCK=BLOCK,
             NATIVE=self._on_gpu,
-            num_warps=8,
+            num_warps=WARPS,
             **together,
         )
         _best_of_stretch_kernel[(count, self._stretches)](

@@ -1,11 +1,12 @@
-"""A Triton kernel that samples from rows with top-k, top-p or min-p through a short list, without sorting.
+"""A Triton kernel that samples from rows with top-k, top-p or min-p, without sorting: with top-k through a short list.
 
 Sorting 150 thousand scores to keep twenty of them is most of a sampler's work, and the order is not needed. A row
 is divided among programs, and each lane of a program keeps the best score of its piece of the row. The best scores of
 the pieces bound the cut-off: if 20 pieces have a token of at least this score, so has the 20th best token. A second
 pass over the row collects the tokens that reach the bound, some dozens of 150 thousand. If the list holds every token
-that the filters can keep, the row's token is chosen from the list and the row is not read again. If not, because the
-distribution is flat and a nucleus has thousands of tokens, `digit_kernel.py` finds the cut-off.
+that the filters can keep, the row's token is chosen from the list and the row is not read again. If not, because top-k
+keeps more tokens than the list has, `digit_kernel.py` finds the cut-off. Rows without top-k need no list
+(`candidate.py`).
 
 Each row is divided among many programs when there are few rows, to keep the whole GPU busy. The programs of a row wait
 for one another after each pass, so all of them must run at the same time. There are never more programs than fit onto
@@ -39,11 +40,12 @@ from stage_e_batching.sampler.arithmetic import (
     share_of,
     weights,
 )
+from stage_e_batching.sampler.candidate import choose_candidate
 
-BLOCK = 2048  # scores that a program looks at together
+BLOCK = 1024  # scores that a program looks at together
 MOST_PARTS = 64  # programs that a row is divided among
 LIST = 1024  # capacity of the list, in tokens
-USUAL = 256  # size that the bound aims at if there is no top-k, or a larger one
+USUAL = 256  # size that the bound aims at if top-k is larger
 
 
 @triton.jit
@@ -82,7 +84,6 @@ def choose_from_list(
     on_list,  # bool [LIST]: False for empty entries
     whole,  # whether all tokens up to the distance `reach` are on the list
     reach,
-    total,  # weight of all tokens of the row
     top_k,
     top_p,
     farthest,
@@ -92,15 +93,11 @@ def choose_from_list(
     """Tell whether the list has every token that the filters keep, and choose one of them if so."""
     distance = tl.where(on_list, distances(scaled), ALL)
     number = tl.sum(on_list.to(tl.int32), 0)
-    kept = tl.full([], ALL, tl.int32)
-    if top_k > 0:
-        kept = _nearest_with(distance, on_list.to(tl.int32), top_k)
+    kept = _nearest_with(distance, on_list.to(tl.int32), top_k)
     if top_p < 1.0:
         weight = tl.where(on_list & (distance <= kept), weights(distance, NATIVE), 0)
-        mass = tl.sum(weight, 0)
-        wanted = share_of(tl.where(top_k > 0, mass, total), top_p)
+        wanted = share_of(tl.sum(weight, 0), top_p)
         kept = tl.minimum(kept, _nearest_with(distance, weight, wanted))
-        whole = whole & (wanted <= mass)
     kept = tl.minimum(kept, farthest)
     whole = whole & (top_k <= number) & (kept <= reach)
     score = tl.where(on_list & (distance <= kept), scaled + gumbel(token, key, NATIVE), float("-inf"))
@@ -122,7 +119,10 @@ def short_list_kernel(
     listed,  # int32 [rows]: tokens on the short list
     list_scaled,  # float32 [rows, LIST]
     list_tokens,  # int32 [rows, LIST]
-    total_mass,  # int64 [rows]
+    found_mass,  # int64 [rows, 2, MOST_PARTS], for rows without top-k: see `choose_candidate`
+    found_scores,  # float32 [rows, 2, MOST_PARTS]
+    found_tokens,  # int32 [rows, 2, MOST_PARTS]
+    found_distances,  # int32 [rows, 2, MOST_PARTS]
     arrived,  # int32 [rows, 2], zero before; the last kernel makes it zero again
     parts,  # programs per row
     vocab,
@@ -159,58 +159,86 @@ def short_list_kernel(
     last = tl.minimum(first + each, vocab)
     half = tl.maximum(parts // 2, 1)
 
-    # The best score, and a bound that enough tokens reach: half of the parts have enough pieces above it.
+    key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
+
+    # The best score, and with top-k a bound that enough tokens reach: half of the parts have enough pieces above it.
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(first, last, BLOCK):
         token = start + tl.arange(0, BLOCK)
         score = load_scores(logits, token, token < last, counts, penalised, repetition, presence, frequency, NATIVE)
         best = tl.maximum(best, score)
-    sought = tl.where(top_k > 0, tl.minimum(top_k, USUAL), USUAL)
     tl.store(best_of_part + part, tl.max(best, 0))
-    tl.store(bounds + part, _rth_largest(_ordered(best), tl.cdiv(sought, half)))
-    if part == 0:
-        tl.store(listed + row, 0)
-        tl.store(total_mass + row, tl.zeros([], tl.int64))
+    if top_k > 0:
+        tl.store(bounds + part, _rth_largest(_ordered(best), tl.cdiv(tl.minimum(top_k, USUAL), half)))
+        if part == 0:
+            tl.store(listed + row, 0)
     meet(arrived, 1, parts)
     top = tl.max(tl.load(best_of_part + others, mask=others < parts, other=float("-inf"), volatile=True), 0)
-    bound = tl.load(bounds + others, mask=others < parts, other=-2147483648, volatile=True)
-    bound = _rth_largest(bound, half)
-    bound = tl.where(bound < 0, bound ^ 0x7FFFFFFF, bound).to(tl.float32, bitcast=True)
-    reach = distances(scale(bound, top, inverse))  # the list has all tokens up to this distance
+    chosen = tl.full([], -1, tl.int32)
+    if is_infinite(top):
+        chosen = tl.zeros([], tl.int32)  # not searched further
+    elif top_k == 0:
+        at = row * 2 * MOST_PARTS
+        chosen = choose_candidate(
+            found_mass + at,
+            found_scores + at,
+            found_tokens + at,
+            found_distances + at,
+            arrived,
+            part,
+            parts,
+            logits,
+            first,
+            last,
+            counts,
+            penalised,
+            repetition,
+            presence,
+            frequency,
+            top,
+            inverse,
+            key,
+            top_p,
+            farthest,
+            BLOCK,
+            MOST_PARTS,
+            NATIVE,
+        )
+    else:
+        bound = tl.load(bounds + others, mask=others < parts, other=-2147483648, volatile=True)
+        bound = _rth_largest(bound, half)
+        bound = tl.where(bound < 0, bound ^ 0x7FFFFFFF, bound).to(tl.float32, bitcast=True)
+        reach = distances(scale(bound, top, inverse))  # the list has all tokens up to this distance
 
-    # The short list.
-    mass_here = tl.zeros([BLOCK], tl.int64)
-    for start in range(first, last, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        inside = token < last
-        score = load_scores(logits, token, inside, counts, penalised, repetition, presence, frequency, NATIVE)
-        scaled = scale(score, top, inverse)
-        distance = distances(scaled)
-        if (top_p < 1.0) & (top_k == 0):
-            mass_here += tl.where(inside, weights(distance, NATIVE), 0)
-        near = inside & (distance <= reach)
-        number = tl.sum(near.to(tl.int32), 0)
-        if number > 0:
-            place = (
-                tl.atomic_add(listed + row, number, sem="relaxed", scope="gpu") + tl.cumsum(near.to(tl.int32), 0) - 1
+        # The short list.
+        for start in range(first, last, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            inside = token < last
+            score = load_scores(logits, token, inside, counts, penalised, repetition, presence, frequency, NATIVE)
+            scaled = scale(score, top, inverse)
+            distance = distances(scaled)
+            near = inside & (distance <= reach)
+            number = tl.sum(near.to(tl.int32), 0)
+            if number > 0:
+                place = (
+                    tl.atomic_add(listed + row, number, sem="relaxed", scope="gpu")
+                    + tl.cumsum(near.to(tl.int32), 0)
+                    - 1
+                )
+                near = near & (place < LIST)
+                tl.store(list_scaled + place, scaled, mask=near)
+                tl.store(list_tokens + place, token, mask=near)
+        meet(arrived, 2, parts)
+        if part == 0:
+            number = tl.load(listed + row, volatile=True)
+            slot = tl.arange(0, LIST)
+            on_list = slot < tl.minimum(number, LIST)
+            scaled = tl.load(list_scaled + slot, mask=on_list, other=float("-inf"), volatile=True)
+            token = tl.load(list_tokens + slot, mask=on_list, other=0, volatile=True)
+            complete, found = choose_from_list(
+                scaled, token, on_list, number <= LIST, reach, top_k, top_p, farthest, key, NATIVE
             )
-            near = near & (place < LIST)
-            tl.store(list_scaled + place, scaled, mask=near)
-            tl.store(list_tokens + place, token, mask=near)
-    if (top_p < 1.0) & (top_k == 0):
-        tl.atomic_add(total_mass + row, tl.sum(mass_here, 0), sem="relaxed", scope="gpu")
-    meet(arrived, 2, parts)
-    number = tl.load(listed + row, volatile=True)
-    slot = tl.arange(0, LIST)
-    on_list = slot < tl.minimum(number, LIST)
-    scaled_of_list = tl.load(list_scaled + slot, mask=on_list, other=float("-inf"), volatile=True)
-    token_of_list = tl.load(list_tokens + slot, mask=on_list, other=0, volatile=True)
-    total = tl.load(total_mass + row, volatile=True)
-    key = tl.load(noise_keys + row).to(tl.uint32, bitcast=True)
-    complete, chosen = choose_from_list(
-        scaled_of_list, token_of_list, on_list, number <= LIST, reach, total, top_k, top_p, farthest, key, NATIVE
-    )
+            chosen = tl.where(complete, found, -1)
     if part == 0:
-        chosen = tl.where(is_infinite(top), 0, tl.where(complete, chosen, -1))  # 0: not searched further
         tl.store(tokens + row, chosen.to(tl.int64))
         tl.store(tops + row, top)
