@@ -81,7 +81,9 @@ def test_an_interrupt_at_any_line_of_a_step_costs_no_request_a_token(engine) -> 
         expected, num_lines = added_answers(llm, SHORT)
         for lines in some_of(num_lines, sample=20):
             found, _ = added_answers(llm, SHORT, lines)
-            assert found.items() <= expected.items() and len(found) >= len(expected) - 1, f"line {lines} of {num_lines}"
+            assert found.items() <= expected.items(), f"line {lines} of {num_lines}"
+            # An interrupt of the line that returns a step's answers loses them; two may end in one step.
+            assert len(found) >= len(expected) - 2, f"line {lines} of {num_lines}"
             assert held(llm) == NOTHING
 
 
