@@ -4,9 +4,6 @@
     python -m benchmarks.figures --minutes 20     # measure for at most 20 minutes; the next call goes on
     python -m benchmarks.figures mlp sampling     # only results whose names contain one of these words
 
-On a machine with several GPUs as many results are measured at a time as have GPUs, each with its share of the
-processors.
-
 `figures.toml` has the command, the machine and the time of every published result. A result is stale if the code has
 changed since it was measured (`sources.py`), if its command or its kind of GPU has changed, or if other parts of its
 table must be measured at another commit. Every command is one of `benchmarks.run`,
@@ -19,7 +16,6 @@ import argparse
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -37,7 +33,6 @@ from benchmarks.sources import code_of
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PLAN = Path(__file__).with_suffix(".toml")
-INTERRUPTED = 130  # exit status of a command that was stopped with Ctrl-C
 BUSY = 0.5  # running programs, on average over a minute, from which on times of a CPU are not to be trusted
 
 
@@ -132,18 +127,13 @@ class Figure:
         count, _, kind = self.machine.rpartition(" × ")
         return (0, "") if self.machine in ("CPU", "counted") else (int(count or 1), kind)
 
-    def start(self, places: list[int]) -> subprocess.Popen[bytes]:
-        """Start the command on these GPUs, with as large a share of the machine's processors."""
+    def measure(self) -> int:
+        """Run the command on exactly the GPUs that it needs, of those that are visible; returns its exit status."""
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = given.split(",") if given else list(map(str, range(len(gpus()))))
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(numbers[place] for place in places[: self.gpus[0]])}
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(numbers[: self.gpus[0]])}
         command = [sys.executable, "-m", *self.words]
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | visible)
-        if len(gpus()) > 1:
-            processors = sorted(os.sched_getaffinity(0))
-            share = len(processors) // len(gpus())
-            os.sched_setaffinity(process.pid, {processors[share * p + i] for p in places for i in range(share)})
-        return process
+        return subprocess.run(command, cwd=ROOT, env=os.environ | visible, check=False).returncode
 
 
 def read_plan() -> dict[str, dict]:
@@ -217,30 +207,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(ready: Iterable[Figure], minutes: float) -> int:
-    """Measure figures as GPUs become free; skip those that would take longer than the remaining minutes."""
+    """Measure figures one after another; skip those that would take longer than the remaining minutes."""
     end, status = time.monotonic() + 60 * minutes, 0
-    waiting, free = list(ready), list(range(len(gpus()) or 1))
-    running: dict[subprocess.Popen[bytes], list[int]] = {}
-    try:
-        while waiting or running:
-            waiting = [figure for figure in waiting if time.monotonic() + 60 * figure.minutes <= end]
-            for figure in waiting.copy():
-                if (count := figure.gpus[0] or 1) <= len(free):
-                    waiting.remove(figure)
-                    places, free = free[:count], free[count:]
-                    print(f"\n=== {figure.name}: python -m {figure.command}", flush=True)
-                    running[figure.start(places)] = places
-            for process in [process for process in running if process.poll() is not None]:
-                free += running.pop(process)
-                if process.returncode == INTERRUPTED:
-                    return INTERRUPTED
-                status |= bool(process.returncode)
-            time.sleep(0.2)
-    finally:
-        for process in running:
-            process.send_signal(signal.SIGINT)
-        for process in running:
-            process.wait()
+    for figure in ready:
+        if time.monotonic() + 60 * figure.minutes <= end:
+            print(f"\n=== {figure.name}: python -m {figure.command}", flush=True)
+            if (failed := figure.measure()) == 130:
+                return 130
+            status |= bool(failed)
     return status
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,12 +128,12 @@ def test_a_result_is_stale_if_its_code_or_the_commit_of_its_table_differs(plan, 
 def test_the_most_valuable_that_fit_are_measured_and_the_next_call_goes_on(plan, monkeypatch, capsys):
     ran: list[str] = []
 
-    def start(figure: Figure, places: list[int]) -> subprocess.Popen[bytes]:
+    def measure(figure: Figure) -> int:
         measured(figure, seconds=60)
         ran.append(figure.name)
-        return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({130 if len(ran) == 2 else 0})"])
+        return 130 if len(ran) == 2 else 0
 
-    monkeypatch.setattr(Figure, "start", start)
+    monkeypatch.setattr(Figure, "measure", measure)
     assert main([]) == 0 and not ran
     listed = capsys.readouterr().out
     assert listed.startswith("6 of 6 results are stale.") and "table-1: not measured yet; needs 7 × NVIDIA X" in listed
@@ -148,44 +146,18 @@ def test_the_most_valuable_that_fit_are_measured_and_the_next_call_goes_on(plan,
     assert main(["--minutes", "50"]) == 2 and "need a clean commit" in capsys.readouterr().err
 
 
-def test_on_four_gpus_as_many_are_measured_at_a_time_as_have_gpus(monkeypatch):
-    known = ("2 × NVIDIA X", "NVIDIA X", "4 × NVIDIA X", "NVIDIA X", "NVIDIA X")
-    plan = [Figure(f"benchmarks.micro mini --publish {i}", m, 1, figures.RESULTS) for i, m in enumerate(known)]
-    left, seen = {}, []
-
-    class Running:
-        def __init__(self, figure: Figure, places: list[int]) -> None:
-            left[figure.name] = places
-            seen.append(sorted(left))
-            self.name, self.polls, self.returncode = figure.name, 3, 0
-
-        def poll(self) -> int | None:
-            self.polls -= 1
-            if self.polls == 0:
-                del left[self.name]
-            return 0 if self.polls <= 0 else None
-
-    monkeypatch.setattr(Figure, "start", lambda figure, places: Running(figure, places))
-    monkeypatch.setattr(figures, "gpus", lambda: ["NVIDIA X"] * 4)
-    monkeypatch.setattr(figures.time, "sleep", lambda seconds: None)
-    assert figures.measure(plan, 5) == 0
-    assert seen == [["mini-0"], ["mini-0", "mini-1"], ["mini-0", "mini-1", "mini-3"], ["mini-2"], ["mini-4"]]
-
-
-def test_a_study_sees_its_own_of_the_gpus_that_were_given(monkeypatch):
+def test_a_study_runs_on_the_first_of_the_gpus_that_are_visible(monkeypatch):
     seen = []
     monkeypatch.setattr(figures, "gpus", lambda: ["NVIDIA X"] * 2)
-    monkeypatch.setattr(figures.os, "sched_setaffinity", lambda pid, processors: seen.append(processors), raising=False)
-    monkeypatch.setattr(figures.os, "sched_getaffinity", lambda pid: {3, 4, 5, 6}, raising=False)
     monkeypatch.setattr(
-        figures.subprocess, "Popen", lambda command, cwd, env: seen.append(env) or SimpleNamespace(pid=1)
+        figures.subprocess,
+        "run",
+        lambda *_, env, **__: seen.append(env["CUDA_VISIBLE_DEVICES"]) or SimpleNamespace(returncode=0),
     )
-    figure = Figure("benchmarks.micro mini --publish a", "NVIDIA X", 1, figures.RESULTS)
-    for given, expected in (("2,3", "3"), ("", "1")):
+    for given in ("2,3", ""):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        figure.start([1])
-        processors, environment = seen.pop(), seen.pop()
-        assert environment["CUDA_VISIBLE_DEVICES"] == expected and processors == {5, 6}
+        Figure("benchmarks.micro mini --publish a", "NVIDIA X", 1, figures.RESULTS).measure()
+    assert seen == ["2", "0"]
 
 
 def test_what_this_machine_cannot_do_has_a_reason(monkeypatch):
