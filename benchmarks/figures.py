@@ -134,9 +134,11 @@ class Figure:
 
     def start(self, places: list[int]) -> subprocess.Popen[bytes]:
         """Start the command on these GPUs, with as large a share of the machine's processors."""
-        visible = ",".join(map(str, places[: self.gpus[0]]))
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        numbers = given.split(",") if given else list(map(str, range(len(gpus()))))
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(numbers[place] for place in places[: self.gpus[0]])}
         command = [sys.executable, "-m", *self.words]
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": visible})
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | visible)
         if len(gpus()) > 1:
             processors = sorted(os.sched_getaffinity(0))
             share = len(processors) // len(gpus())

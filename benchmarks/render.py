@@ -30,11 +30,11 @@ from types import ModuleType
 from typing import Self
 
 from benchmarks.results import made_from
-from benchmarks.text import counted, markdown, number, times
+from benchmarks.text import counted, markdown, number, spread, times
 
 Record = dict[str, object]
 WORDS = {"n": number, "x": times}
-HELPERS = {"number": number, "times": times, "counted": counted, "median": statistics.median}
+HELPERS = {"number": number, "times": times, "counted": counted, "spread": spread, "median": statistics.median}
 
 
 def write(form: str, record: Mapping, missing: str = "–") -> str:

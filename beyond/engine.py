@@ -36,7 +36,7 @@ from beyond.speculation.drafts import HostDrafts, SpeculationCounters, draft_of
 from beyond.speculation.host_inputs import DraftBatch, verification_graphs
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
-from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.sequence import guessing_sequence
 from beyond.speculation.token_table import TokenTable
 from beyond.structured.checks import check_structured_outputs
 from beyond.structured.constraints import Constraints, constrained_sampler, constraints_of
@@ -176,7 +176,7 @@ class LLM(stage_f.LLM):
     def _scheduler(self) -> Scheduler:
         options, parts = self.options, {}
         if options.speculation != "off":
-            parts = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
+            parts = {"new_sequence": guessing_sequence, "block_manager_class": ShrinkingBlockManager}
         if (block_manager := block_manager_of(self.runner)) is not None:
             parts["block_manager_class"] = block_manager
         make = partial(Scheduler, **parts)

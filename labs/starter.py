@@ -31,7 +31,7 @@ RUNS = {  # how to run a lab that is not a stage
     "i": "serve LAB=i ENGINE=beyond.speculation:LLM ARGS='--speculation ngram'",
     "j": "serve LAB=j ENGINE=beyond.scale_out:LLM ARGS='--pipeline-parallel-size 2'",
     "k": "serve LAB=k ENGINE=beyond.structured:LLM",
-    "l": "serve LAB=l ENGINE=beyond.experts:LLM MODEL=random:qwen3-moe-tiny",
+    "l": "serve LAB=l ENGINE=beyond.experts:LLM MODEL=models/tutor_experts",
     "p": "stage-f LAB=p",
 }
 

@@ -6,7 +6,8 @@
 
 `X.zh-CN.ipynb` is the Chinese edition of `X.ipynb`: its own text, and after every run the same code with its outputs.
 A notebook notes, in its metadata, a hash of the code that its outputs came from. So it can be told without running it
-whether somebody has changed a cell since.
+whether somebody has changed a cell since. Its first cell's output names the machine, and what ran on it before: times
+are kept only if they were measured on an idle machine.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
+from nbformat.v4 import new_output
 from traitlets.config import Config
 
+from benchmarks.figures import BUSY
+from benchmarks.results import environment
 from labs.first_cell import BEGINS
 
 CHINESE = ".zh-CN.ipynb"
@@ -47,6 +51,9 @@ CELL_SECONDS = 300
 # Lines of a log that say nothing to a reader: progress bars, the profiler's greeting, tqdm's wish for widgets, and what
 # an engine chose on the machine that ran the notebook.
 NOISE = re.compile(r"\d+%\||^USDT:|TqdmWarning|notebook_tqdm$|^\[(stage_\w+|(beyond|benchmarks)[.\w]*)\] |^\s*$")
+
+# Outputs that depend on how busy the machine was: times, rates, and pictures of them.
+TIMES = re.compile(r"\d ?[mµ]?s\b|/s\b|per second|\[picture: (?:the time|when)")
 
 
 def notebooks() -> list[Path]:
@@ -126,6 +133,35 @@ def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNo
     return notebook
 
 
+def this_machine() -> dict[str, object]:
+    """Name the machine, and count the programs that ran on it in the last minute, on average."""
+    device = environment()["device"]
+    kind = device["name"] if device["type"] == "cuda" else f"{device['cpu']}, {device['cpu_cores']} cores"
+    return {"machine": kind, "load": round(os.getloadavg()[0], 1)}
+
+
+def note(notebook: NotebookNode, where: dict[str, object]) -> None:
+    """Write into the metadata, and for readers into the first code cell's output, where the outputs come from."""
+    notebook.metadata[METADATA] |= where
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    text = "The outputs below were recorded on {machine}; programs that ran there before: {load}.\n".format(**where)
+    first.outputs = [*first.outputs, new_output("stream", name="stdout", text=text)]
+
+
+def shown_text(notebook: NotebookNode) -> str:
+    """Return all outputs as text; a picture is its text alternative."""
+    found = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            found += [output.get("text", ""), output.get("data", {}).get("text/plain", "")]
+    return "\n".join(found)
+
+
+def is_disturbed(notebook: NotebookNode) -> bool:
+    """Tell whether the outputs have times that were measured while other programs ran."""
+    return notebook.metadata[METADATA].get("load", 0) > BUSY and bool(TIMES.search(shown_text(notebook)))
+
+
 def tidy(notebook: NotebookNode) -> None:
     """Take noise and this machine's folders out of the outputs."""
     for cell in notebook.cells:
@@ -159,7 +195,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
     chosen = [p for p in notebooks() if not options.names or p.stem.startswith(tuple(options.names))]
-    failed = False
+    failed, where = False, this_machine()  # before the first: a notebook is a load, too
     for path in chosen:
         if options.check and not is_current(read(path)):
             print(f"{path.name}: its outputs are older than its code; run `make notebooks`", file=sys.stderr)
@@ -172,7 +208,12 @@ def main() -> int:
             print(f"\n{path.name}: {error}", file=sys.stderr)
             failed = True
             continue
-        if not options.check:
+        note(notebook, where)
+        if not options.check and is_disturbed(notebook):
+            busy = f"a load of {where['load']} is above {BUSY}: its times need an idle machine"
+            print(f"\n{path.name}: not written; {busy}", file=sys.stderr)
+            failed = True
+        elif not options.check:
             write(notebook, path)
         print(f" {time.perf_counter() - start:.0f} s", flush=True)
     return 1 if failed else 0

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
@@ -63,7 +64,7 @@ class Scheduler(Queues):
         max_num_penalty_seqs: how many of these may have penalties; None means all.
         max_num_batched_tokens: tokens that run in one step.
         enable_chunked_prefill: False runs prompts whole, in steps without decodes, as engines did before chunking.
-        sequence_class, block_manager_class: replaced by engines that extend stage E's sequences and blocks.
+        new_sequence, block_manager_class: replaced by engines that extend stage E's sequences and blocks.
 
     Raises:
         ValueError: a step cannot run one token of every running sequence.
@@ -79,7 +80,7 @@ class Scheduler(Queues):
         max_num_penalty_seqs: int | None = None,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
-        sequence_class: type[BatchSequence] = BatchSequence,
+        new_sequence: Callable[..., BatchSequence] = BatchSequence,
         block_manager_class: type[BlockManager] = BlockManager,
     ) -> None:
         if max_num_seqs < 1:
@@ -87,7 +88,7 @@ class Scheduler(Queues):
         check_step_limits(max_num_seqs, max_num_batched_tokens)
         pool = num_blocks, block_size, enable_prefix_caching
         super().__init__(*pool, max_num_seqs, max_num_penalty_seqs, block_manager_class)
-        self.sequence_class = sequence_class
+        self.new_sequence = new_sequence
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
         self.order: Order = FirstCome()  # which waiting sequence is tried first; see queues.py and waiting_order.py

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from stage_a_naive.contract.outputs import GenerationOutput
 from stage_d_paged.sequence import Sequence
@@ -46,6 +46,7 @@ class BatchSequence(Sequence):
     arrival_time: float = 0.0  # seconds on the monotonic clock
     num_in_flight: int = 0  # tokens that were launched and are not known yet
 
+    guesses: Any = None  # what an engine that guesses tokens ahead knows about it
     owner: Any = None  # weak reference to the mailbox of its call
     output: GenerationOutput | None = None  # set when it is complete or has failed
     streams: bool = True  # whether its call reads tokens as they are generated, or only the end
@@ -76,9 +77,6 @@ class BatchSequence(Sequence):
         self.output = self.completion.to_output(self.arrival_time, *self.times, self.num_cached_tokens)
 
 
-S = TypeVar("S", bound=BatchSequence)  # the engine's type of sequence; later engines extend it
-
-
 class ScheduledSequence(NamedTuple):
     """One sequence's part of a step: it runs positions `start` … `start + num_tokens - 1`."""
 
@@ -98,18 +96,18 @@ class Preemption(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class ScheduledStep(Generic[S]):
+class ScheduledStep:
     """One step, stored in columns: entry i of each list belongs to the same sequence. Decodes come first."""
 
     number: int
     time: float  # when it was scheduled (monotonic clock)
-    sequences: list[S] = field(default_factory=list)
+    sequences: list[BatchSequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # position of the first token that runs
     num_tokens: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     num_decodes: int = 0  # the first entries, which run one token each: the last one sampled
-    admitted: list[S] = field(default_factory=list)  # those that were given a batch slot in this step
-    grown: list[S] = field(default_factory=list)  # those whose block table is longer than before
+    admitted: list[BatchSequence] = field(default_factory=list)  # those that were given a batch slot in this step
+    grown: list[BatchSequence] = field(default_factory=list)  # those whose block table is longer than before
     preempted: list[Preemption] = field(default_factory=list)
     num_recomputed: int = 0  # tokens of this step that ran before and were lost by preemption
     idle_reason: str = ""  # why nothing runs, if nothing does
@@ -121,7 +119,7 @@ class ScheduledStep(Generic[S]):
         return map(ScheduledSequence, self.sequences, self.starts, self.num_tokens, self.samples)
 
     @property
-    def sampling(self) -> list[S]:
+    def sampling(self) -> list[BatchSequence]:
         """The sequences that a token is sampled for."""
         if all(self.samples):
             return self.sequences

@@ -21,7 +21,7 @@ from beyond.speculation.device_inputs import AheadBatch, TableTokens
 from beyond.speculation.drafts import HostDrafts, SpeculationCounters
 from beyond.speculation.host_inputs import DraftBatch
 from beyond.speculation.rows import DraftRows, ShrinkingBlockManager
-from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.sequence import guessing_sequence
 from beyond.speculation.token_table import TokenTable
 from beyond.windows.blocks import HybridBlockManager, WindowBlocks
 from beyond.windows.pools import Limits
@@ -31,14 +31,14 @@ from stage_e_batching.engine import Engine
 from stage_e_batching.parts import Sampled
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.options import GraphOptions
 
 DRAFT = 4  # guesses of the device
-DRAFTED = {"sequence_class": SpeculativeSequence, "block_manager_class": ShrinkingBlockManager}
+DRAFTED = {"new_sequence": guessing_sequence, "block_manager_class": ShrinkingBlockManager}
 
 
 def following(tokens: list[int], wrong: list[bool]) -> list[int]:
@@ -55,8 +55,8 @@ def following(tokens: list[int], wrong: list[bool]) -> list[int]:
 class FinishedDrafts:
     """Drafts that are complete when they are made."""
 
-    def complete(self, sequences: list[SpeculativeSequence]) -> None:
-        assert all(sequence.draft for sequence in sequences)
+    def complete(self, sequences: list[BatchSequence]) -> None:
+        assert all(sequence.guesses.draft for sequence in sequences)
 
 
 class HashDrafter(FinishedDrafts):
@@ -66,10 +66,10 @@ class HashDrafter(FinishedDrafts):
         self._random = random.Random(seed)
         self._error_rate, self._num_tokens = error_rate, num_tokens
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+    def has_draft(self, sequence: BatchSequence) -> bool:
         return self._random.random() < 0.7
 
-    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+    def draft(self, sequence: BatchSequence) -> list[int]:
         count = self._random.randint(0, self._num_tokens)
         return following(sequence.token_ids, [self._random.random() < self._error_rate for _ in range(count)])
 
@@ -81,8 +81,8 @@ class DraftRunner(FakeRunner):
         super().__init__(scheduler, fail_at)
         self.batch = DraftBatch(max_rows, scheduler.capacity + 1, self.block_size)
 
-    def known_tokens(self, sequence: SpeculativeSequence, start: int, end: int) -> list[int]:
-        return [*sequence.token_ids, *sequence.draft][start:end]
+    def known_tokens(self, sequence: BatchSequence, start: int, end: int) -> list[int]:
+        return [*sequence.token_ids, *sequence.guesses.draft][start:end]
 
     def check_table(self, table: list[int], blocks: list[int]) -> None:
         assert table[: len(blocks)] == blocks  # the rest may have been freed
@@ -174,7 +174,7 @@ class Sometimes:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+    def has_draft(self, sequence: BatchSequence) -> bool:
         return self._random.random() < 0.7
 
 
@@ -388,7 +388,7 @@ def make_guessing_windowed(
 ) -> Calls:
     max_rows = min(options["max_num_seqs"] * 7, options["max_num_batched_tokens"])
     manager = windowed(options, window, spare, guesses=6)
-    scheduler = Scheduler(sequence_class=SpeculativeSequence, block_manager_class=manager, **options)
+    scheduler = Scheduler(new_sequence=guessing_sequence, block_manager_class=manager, **options)
     runner, counters = GuessingWindowRunner(scheduler, fail_at), SpeculationCounters()
     drafts = HostDrafts(drafter, DraftRows(scheduler, max_rows), counters)
     return calls_of(Engine(scheduler, runner, depth=1, drafts=drafts, counters=counters), max_model_len)

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 import torch
-from measured import ENVIRONMENT, is_drawn
+from measured import CEILINGS, ENVIRONMENT, is_drawn
 from transformers import AutoTokenizer
 
 import beyond.quantization
@@ -169,6 +169,32 @@ def test_the_watermark_lowers_the_recomputation():
     without, fixed, with_it = (scheduling.counts(scheduling.tight_pool(rule)) for rule in scheduling.POOLS.values())
     assert with_it["recomputed"] < fixed["recomputed"] < without["recomputed"] / 2
     assert with_it["preemptions"] < without["preemptions"]
+
+
+def test_the_rules_of_admission_are_timed_on_the_same_requests():
+    sizes = {"model": "random:qwen2-tiny", "requests": 6, "input_len": 16, "output_len": 24, "fit": 2, "repeats": 3}
+    result = {"kind": "scheduling", "environment": ENVIRONMENT} | scheduling.measure("time", **sizes)
+    without, _, doubling = result["rows"]
+    assert without["preemptions"] > doubling["preemptions"] >= 0 and without["recomputed_tokens"] > 0
+    assert all(len(row["samples"]) == 3 and row["steps"] >= 24 for row in result["rows"])
+    lines = tables(scheduling, [result])["preemption-time"]
+    assert lines[0] == "| admission | preemptions | tokens computed again | steps | seconds, × the first row |"
+    assert [line.split(" | ")[0] for line in lines[2:5]] == [f"| {name}" for name in scheduling.POOLS]
+    with pytest.raises(ValueError, match="there is no part 'x'; there are: e, f"):
+        scheduling.measure("time", stage="x")
+
+
+@pytest.mark.gpu
+def test_a_prefill_is_timed_with_the_copy_engine_and_without(monkeypatch):
+    monkeypatch.setattr(attention, "REPEATS", 1)
+    monkeypatch.setattr(attention, "MAX_LAUNCHES", 2)
+    result = {"kind": "attention", "environment": ENVIRONMENT, "ceilings": CEILINGS} | attention.measure("prefill")
+    engine, loads = result["rows"]
+    assert engine["bulk_copies"] > 0 == loads["bulk_copies"] and loads["small_copies"] > 0 < loads["products"]
+    assert [line.split(" | ")[0] for line in tables(attention, [result])["attention-copies"][2:4]] == [
+        "| the copy engine",
+        "| ordinary loads",
+    ]
 
 
 def test_only_operators_that_compute_and_call_no_other_are_recorded():

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from measured import ENVIRONMENT
@@ -169,6 +170,22 @@ def test_on_four_gpus_as_many_are_measured_at_a_time_as_have_gpus(monkeypatch):
     monkeypatch.setattr(figures.time, "sleep", lambda seconds: None)
     assert figures.measure(plan, 5) == 0
     assert seen == [["mini-0"], ["mini-0", "mini-1"], ["mini-0", "mini-1", "mini-3"], ["mini-2"], ["mini-4"]]
+
+
+def test_a_study_sees_its_own_of_the_gpus_that_were_given(monkeypatch):
+    seen = []
+    monkeypatch.setattr(figures, "gpus", lambda: ["NVIDIA X"] * 2)
+    monkeypatch.setattr(figures.os, "sched_setaffinity", lambda pid, processors: seen.append(processors), raising=False)
+    monkeypatch.setattr(figures.os, "sched_getaffinity", lambda pid: {3, 4, 5, 6}, raising=False)
+    monkeypatch.setattr(
+        figures.subprocess, "Popen", lambda command, cwd, env: seen.append(env) or SimpleNamespace(pid=1)
+    )
+    figure = Figure("benchmarks.micro mini --publish a", "NVIDIA X", 1, figures.RESULTS)
+    for given, expected in (("2,3", "3"), ("", "1")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        figure.start([1])
+        processors, environment = seen.pop(), seen.pop()
+        assert environment["CUDA_VISIBLE_DEVICES"] == expected and processors == {5, 6}
 
 
 def test_what_this_machine_cannot_do_has_a_reason(monkeypatch):

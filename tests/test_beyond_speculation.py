@@ -31,7 +31,7 @@ from beyond.speculation.drafts import HostDrafts, without_rows
 from beyond.speculation.host_inputs import verification_sizes
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import ShrinkingBlockManager
-from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, SpeculativeSequence
+from beyond.speculation.sequence import COST, FIRST_PAUSE, MOST_CREDIT, Guesses, guessing_sequence, is_pausing
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.checkpoints.presets import PRESETS
 from stage_a_naive.entrypoints.cli import performance_summary
@@ -83,10 +83,10 @@ class AlwaysDrafts(FinishedDrafts):
         self.num_tokens = num_tokens
         self.num_right = num_tokens if num_right is None else num_right
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+    def has_draft(self, sequence: BatchSequence) -> bool:
         return True
 
-    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+    def draft(self, sequence: BatchSequence) -> list[int]:
         return following(sequence.token_ids, [i >= self.num_right for i in range(self.num_tokens)])
 
 
@@ -185,28 +185,28 @@ def test_a_request_that_loses_makes_fewer_and_fewer_drafts():
 
 @pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"logit_bias": {7: 1}}, {"min_tokens": 1}], ids=str)
 def test_what_is_added_behind_a_step_makes_no_drafts(asked):
-    assert SpeculativeSequence(completion_of([1, 2, 3], SamplingParams(**asked))).is_pausing
-    assert not SpeculativeSequence(completion_of([1, 2, 3])).is_pausing
+    assert is_pausing(guessing_sequence(completion_of([1, 2, 3], SamplingParams(**asked))))
+    assert not is_pausing(guessing_sequence(completion_of([1, 2, 3])))
 
 
 def test_a_gain_brings_the_shortest_pause_back():
-    sequence = SpeculativeSequence(completion_of([1, 2, 3]))
+    guesses = Guesses()
     for right in (0, 0, 0):
-        sequence.settle(right)
-    assert sequence.pause == 8 * FIRST_PAUSE and sequence.resume_at == 3 + 4 * FIRST_PAUSE
-    sequence.settle(1)
-    assert sequence.pause == 8 * FIRST_PAUSE and sequence.balance == 0, "it has paid for itself and gained nothing"
-    sequence.settle(3)
-    assert sequence.pause == FIRST_PAUSE and sequence.balance == 2
+        guesses.settle(right, num_tokens=3)
+    assert guesses.pause == 8 * FIRST_PAUSE and guesses.resume_at == 3 + 4 * FIRST_PAUSE
+    guesses.settle(1, num_tokens=3)
+    assert guesses.pause == 8 * FIRST_PAUSE and guesses.balance == 0, "it has paid for itself and gained nothing"
+    guesses.settle(3, num_tokens=3)
+    assert guesses.pause == FIRST_PAUSE and guesses.balance == 2
 
 
 def test_a_request_that_used_to_gain_pauses_after_a_handful_of_losses():
-    sequence = SpeculativeSequence(completion_of([1, 2, 3]))
+    sequence = guessing_sequence(completion_of([1, 2, 3]))
     for _ in range(20):
-        sequence.settle(4)
+        sequence.guesses.settle(4, len(sequence))
     losses = 0
-    while not sequence.is_pausing:
-        sequence.settle(0)
+    while not is_pausing(sequence):
+        sequence.guesses.settle(0, len(sequence))
         losses += 1
     assert losses == MOST_CREDIT / COST + 1
 
@@ -215,7 +215,7 @@ def test_a_request_that_used_to_gain_pauses_after_a_handful_of_losses():
 
 
 def drafted(tokens: list[int], num_tokens: int = 4, size: int = 2) -> list[int]:
-    return NgramDrafter(num_tokens, size).draft(SpeculativeSequence(completion_of(tokens)))
+    return NgramDrafter(num_tokens, size).draft(guessing_sequence(completion_of(tokens)))
 
 
 def test_a_draft_is_what_followed_the_last_time():
@@ -230,11 +230,11 @@ def test_a_draft_is_what_followed_the_last_time():
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=60), st.integers(1, 4))
 def test_tokens_that_come_one_by_one_are_found_as_well(tokens, size):
     drafter = NgramDrafter(5, size)
-    grown = SpeculativeSequence(completion_of(tokens[:1], SamplingParams(max_tokens=100, ignore_eos=True)))
+    grown = guessing_sequence(completion_of(tokens[:1], SamplingParams(max_tokens=100, ignore_eos=True)))
     for token in tokens[1:]:
         drafter.has_draft(grown)
         grown.token_ids.append(token)
-    assert drafter.draft(grown) == NgramDrafter(5, size).draft(SpeculativeSequence(completion_of(tokens)))
+    assert drafter.draft(grown) == NgramDrafter(5, size).draft(guessing_sequence(completion_of(tokens)))
 
 
 # ---- on a model ------------------------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ class Oracle(FinishedDrafts):
         self._answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
         self._num_tokens, self._wrong = num_tokens, wrong
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+    def has_draft(self, sequence: BatchSequence) -> bool:
         return bool(self.draft(sequence))
 
-    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+    def draft(self, sequence: BatchSequence) -> list[int]:
         return self.after(sequence.token_ids)
 
     def after(self, known: list[int]) -> list[int]:
@@ -589,7 +589,7 @@ def test_the_small_model_catches_up_after_a_pause(plain):
     for _ in range(3):
         llm.step()
     [sequence] = llm.engine.scheduler.decoding
-    sequence.resume_at = len(sequence) + 30
+    sequence.guesses.resume_at = len(sequence) + 30
     with small_runs(llm) as runs:
         answer = finish(llm)[request]
     assert answer == ask(plain, PROMPTS[:1], params)[0]

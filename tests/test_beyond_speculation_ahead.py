@@ -20,12 +20,12 @@ import beyond
 import beyond.speculation
 import stage_e_batching
 from beyond.speculation.ngram import NgramDrafter
-from beyond.speculation.sequence import MOST_CREDIT, WRONG, SpeculativeSequence
+from beyond.speculation.sequence import MOST_CREDIT, WRONG, guessing_sequence
 from beyond.speculation.token_table import TokenTable
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
 from stage_e_batching.calls import Calls
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.step_input import StepShape, TokenSource
 
@@ -47,7 +47,7 @@ def test_the_device_guesses_what_the_host_would(texts, count):
     table.guess(slots)
     for slot, tokens in enumerate(texts):
         found = table.tokens[slot, : len(tokens) + count].tolist()
-        draft = NgramDrafter(count).draft(SpeculativeSequence(completion_of(tokens)))
+        draft = NgramDrafter(count).draft(guessing_sequence(completion_of(tokens)))
         assert found == tokens + (draft or [tokens[-1]] * count)
 
 
@@ -82,7 +82,7 @@ class Switched:
     def __init__(self) -> None:
         self.on = True
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+    def has_draft(self, sequence: BatchSequence) -> bool:
         return self.on
 
 
@@ -171,7 +171,7 @@ def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones
         for sequence in calls.engine.scheduler.decoding:
             spare = len(sequence.block_table) - manager.blocks_for(sequence.num_computed_tokens)
             widest = max(widest, spare)
-            assert spare == 0 or sequence.num_unsure
+            assert spare == 0 or sequence.guesses.num_unsure
             assert sequence.num_indexed_blocks <= len(sequence.token_ids) // manager.block_size
             manager.check_invariants([sequence])
     assert widest > 0, "no guess ever needed a block of its own"
@@ -180,8 +180,8 @@ def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones
 class Stubborn:
     """Says that the first request has a guess, and lets no loss make it pause."""
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
-        sequence.balance = MOST_CREDIT
+    def has_draft(self, sequence: BatchSequence) -> bool:
+        sequence.guesses.balance = MOST_CREDIT
         return sequence.request_id == 0
 
 

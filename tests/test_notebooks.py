@@ -186,6 +186,76 @@ def test_every_figure_is_there(path):
             assert has_image(cell), cell.source
 
 
+@each_notebook
+def test_committed_times_were_measured_on_an_idle_machine(path):
+    assert not run.is_disturbed(run.read(path)), f"run `python notebooks/run.py {path.stem}` where nothing else runs"
+
+
+@pytest.mark.parametrize(
+    ("text", "load", "is_disturbed"),
+    [
+        ("7.16 ms per token", 3.0, True),
+        ("[picture: the time of the block over its rows; 0.3]", 3.0, True),
+        ("900 tokens/s", 3.0, True),
+        ("7.16 ms per token", 0.3, False),
+        ("30 matrix products, in 4 layers", 3.0, False),
+    ],
+)
+def test_times_are_kept_only_from_an_idle_machine_and_a_reader_sees_which(text, load, is_disturbed):
+    outputs = [new_output("execute_result", data={"text/plain": text})]
+    notebook = new_notebook(
+        cells=[new_markdown_cell("title"), new_code_cell("1"), new_code_cell("f()", outputs=outputs)]
+    )
+    notebook.metadata[run.METADATA] = {}
+    run.note(notebook, {"machine": "a CPU, 2 cores", "load": load})
+    assert run.is_disturbed(notebook) == is_disturbed
+    assert (
+        f"recorded on a CPU, 2 cores; programs that ran there before: {load}" in code_cells(notebook)[0].outputs[0].text
+    )
+
+
+def test_a_busy_machine_writes_no_times(tmp_path):
+    (tmp_path / "run.py").write_text(Path(run.__file__).read_text(encoding="utf-8").replace("BUSY)", "-1)"), "utf-8")
+    for name, said in {"count": "30 products", "time": "7 ms"}.items():
+        nbformat.write(new_notebook(cells=[new_code_cell(f"print('{said}')")]), tmp_path / f"{name}.ipynb")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "time.ipynb: not written; a load of " in done.stderr
+    count, time = (run.shown_text(run.read(tmp_path / f"{name}.ipynb")) for name in ("count", "time"))
+    assert "30 products" in count and "recorded on " in count and not time.strip()
+
+
+# ---- what pictures show, and the lesson around them ----
+
+
+def drawn(path: str, picture: str) -> dict[str, str]:
+    """The data of a committed picture, `name: values` for each line or bar."""
+    [text] = re.findall(rf"\[picture: {picture}(.*)\]", run.shown_text(run.read(ROOT / "notebooks" / path)))
+    if not text:
+        pytest.skip("recorded before its pictures told their data")
+    return dict(part.split(": ", 1) for part in text.split("; ") if ": " in part)
+
+
+def test_the_picture_of_a_step_has_the_products_that_the_program_counts_and_one_for_the_angles():
+    [linear] = re.findall(r"eager: .*?(\d+) linear", run.shown_text(run.read(ROOT / "notebooks/b_decode_step.ipynb")))
+    found = drawn("b_decode_step.ipynb", "kernels in one decode step, by kind")
+    assert {name: int(found[name].split()[0]) for name in ("stage A", "stage B")} == dict.fromkeys(
+        ("stage A", "stage B"), int(linear) + 1
+    )
+
+
+def test_more_rows_take_more_time_in_the_picture_of_the_mlp():
+    found = drawn("c_fused_mlp.ipynb", "the time of the MLP block over its rows")
+    for values in found.values():
+        one, *_, sixteen = map(float, values.split(", "))
+        assert one < sixteen
+
+
+def test_the_notebook_of_the_mlp_prints_the_lessons_rate_of_arithmetic():
+    [rate] = set(re.findall(r"(\d+)<!--=a.matmul_rate-->", (ROOT / "stage_a_naive/timing.md").read_text("utf-8")))
+    assert f"arithmetic does {rate} T operations" in run.shown_text(run.read(ROOT / "notebooks/c_fused_mlp.ipynb"))
+
+
 @pytest.mark.parametrize("path", EDITIONS, ids=lambda path: path.stem)
 def test_a_chinese_edition_has_its_own_text_and_the_same_code_with_the_same_outputs(path):
     editions = run.read(path), run.read(path.with_name(path.name.replace(run.CHINESE, ".ipynb")))

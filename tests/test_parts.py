@@ -14,7 +14,6 @@ CHAINS = ("Options", "Error", "::LLM")  # of options, errors and what users call
 # What is left. The list only becomes shorter.
 LEFT = {
     "beyond/scale_out/pipeline_scheduler.py::PipelineScheduler",  # its base is made of the queues
-    "beyond/speculation/sequence.py::SpeculativeSequence",  # its base is stage D's sequence, in a batch
 }
 
 

@@ -81,7 +81,7 @@ class ScriptedModelLLM(LLM):
         self._rate = rate
 
     def _verify(self, step: ScheduledStep) -> InFlight | SimpleNamespace:
-        draft, in_flight = step.sequences[0].draft, self._launch(step)
+        draft, in_flight = step.sequences[0].guesses.draft, self._launch(step)
         if not draft:
             return in_flight
         self._owed = self._owed % 1 + self._rate * len(draft)

@@ -1,5 +1,8 @@
 """Paged attention by each backend, compared with the chip's limits (GPU).
 
+    python -m benchmarks.micro attention                  # every backend
+    python -m benchmarks.micro attention part=prefill     # the Triton prefill, whose keys the copy engine brings or not
+
 Decode attention reads every key and value once, so its limit is bandwidth: the bytes of K, V, query and output per
 second, compared with a large copy. Prefill is limited by arithmetic: 4 × head_dim × heads operations for every (query,
 visible key) pair, compared with a large matrix product. Each launch of the CUDA graph reads another part of the pool,
@@ -9,10 +12,11 @@ visible key) pair, compared with a large matrix product. Each launch of the CUDA
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
-from benchmarks.micro import timed
+from benchmarks.micro import chosen, timed
 from benchmarks.timing import graph_seconds
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 
@@ -73,22 +77,60 @@ CASES += [make_case("decode 32 × 4096", heads) for heads in (NARROW, WIDE)] + [
 CASES = {case.name: case for case in CASES}
 
 
-def measure() -> dict:
+PREFILL = CASES[f"prefill 1 × 8192, {WIDE}"]
+INSTRUCTIONS = {"products": "wgmma.mma_async", "bulk_copies": "cp.async.bulk.tensor", "small_copies": "cp.async.c"}
+
+
+def measure(part: str = "backends") -> dict:
+    """One part of the study.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    rows = chosen({"backends": time_backends, "prefill": time_copies}, part)()
+    return {"rows": rows} if part == "backends" else {"part": part, "rows": rows}
+
+
+def time_backends() -> list[dict]:
     """Time every case with every installed backend."""
     rows = []
     for case in CASES.values():
         for name in BACKENDS:
             try:
-                backend = pick_backend(name, CUDA, DTYPE, case.head_dim)
+                rows.append(timed(time_case(case, name), case=case.name, backend=name))
             except BackendUnavailable:
                 continue
-            arguments, scale = arguments_of(case, backend.preferred_block_size), case.head_dim**-0.5
-            launches = [lambda a=a, b=backend, s=scale: b.attend(*a, s) for a in arguments]
-            capture = name != "reference"  # it asks the device for the longest context
-            samples = graph_seconds(launches if capture else launches[:4], REPEATS, capture=capture)
-            rows.append(timed(samples, case=case.name, backend=name))
             torch.cuda.empty_cache()
-    return {"rows": rows}
+    return rows
+
+
+def time_case(case: Case, name: str) -> list[float]:
+    """Return seconds per launch.
+
+    Raises:
+        BackendUnavailable: the backend is not installed.
+    """
+    backend = pick_backend(name, CUDA, DTYPE, case.head_dim)
+    arguments, scale = arguments_of(case, backend.preferred_block_size), case.head_dim**-0.5
+    launches = [lambda a=a: backend.attend(*a, scale) for a in arguments]
+    capture = name != "reference"  # it asks the device for the longest context
+    return graph_seconds(launches if capture else launches[:4], REPEATS, capture=capture)
+
+
+def time_copies() -> list[dict]:
+    """Time a prefill whose tiles of keys the copy engine brings, and one that loads them, and count instructions."""
+    from stage_d_paged.attention import triton_prefill  # here: only GPUs need Triton
+
+    programs = triton_prefill._prefill_kernel.device_caches[torch.cuda.current_device()][0]
+    rows = []
+    for way, descriptor in {"the copy engine": triton_prefill._descriptor, "ordinary loads": lambda *_: None}.items():
+        before = set(programs)
+        with mock.patch.object(triton_prefill, "_descriptor", descriptor):
+            samples = time_case(PREFILL, "triton")
+        [program] = [programs[key] for key in set(programs) - before]
+        counts = {name: program.asm["ptx"].count(text) for name, text in INSTRUCTIONS.items()}
+        rows.append(timed(samples, way=way) | counts)
+    return rows
 
 
 def arguments_of(case: Case, block_size: int, device: torch.device = CUDA) -> list[tuple]:

@@ -1,26 +1,27 @@
 """Stage F's prefill: time to the first token by length of the prompt, with CUDA graphs and without (GPU).
 
-Each prompt is new, so no prefix cache helps, and the clock runs from the call of `generate` to its return. The study
-also measures the CPU's cost of a launch from PyTorch, from Triton, and from a graph.
+Each prompt is new, so no prefix cache helps, and the clock runs from the call of `generate` to its return. The lengths
+take turns, because the CPU, which sets the time of short prompts, is faster and slower at times. The study also
+measures the CPU's cost of a launch from PyTorch, from Triton, and from a graph.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable
 from functools import partial
+from random import Random
 
 import torch
 
-from benchmarks.micro import timed, with_engine
+from benchmarks.micro import take_turns, timed, with_engine
 from benchmarks.timing import call_seconds
 from stage_a_naive.sampling import SamplingParams
 from stage_f_graph_tp import LLM
 
 NEEDS_GPU = True
 LENGTHS = (16, 128, 512, 1024, 2048, 4096, 8192)
-REPEATS, WARM_UPS = 10, 3
+REPEATS, WARM_UPS = 21, 3
 LAUNCHES = 1000
 
 
@@ -36,13 +37,14 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
 
 
 def prefill_rows(graphs: bool, llm: LLM) -> list[dict]:
-    return [timed(_time_to_first_token(llm, length), graphs=graphs, tokens=length) for length in LENGTHS]
+    found = take_turns(partial(_time_to_first_token, llm, Random(0)), LENGTHS, REPEATS, WARM_UPS)
+    return [timed(samples, graphs=graphs, tokens=length) for length, samples in found.items()]
 
 
-def _time_to_first_token(llm: LLM, length: int) -> list[float]:
-    ids, params = random.Random(length), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    prompts = iter([[ids.randrange(10000) for _ in range(length)] for _ in range(WARM_UPS + REPEATS)])
-    return call_seconds(lambda: llm.generate([next(prompts)], params, use_tqdm=False), llm.device, REPEATS, WARM_UPS)
+def _time_to_first_token(llm: LLM, ids: Random, length: int) -> float:
+    prompt, params = ids.choices(range(10000), k=length), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    [seconds] = call_seconds(lambda: llm.generate([prompt], params, use_tqdm=False), llm.device, repeats=1, warm_up=0)
+    return seconds
 
 
 def launch_costs() -> dict[str, float]:

@@ -33,6 +33,7 @@ from benchmarks.micro.quantized import CACHE, WEIGHTS, load, states_of
 from benchmarks.micro.sampling import PEAK, random_prompts
 from benchmarks.results import ROOT
 from beyond.speculation.ngram import NgramDrafter
+from beyond.speculation.sequence import Guesses
 from stage_a_naive.checkpoints.loading import load_tokenizer, resolve
 from stage_a_naive.contract.params import SamplingParams
 from stage_d_paged.runtime import Runtime
@@ -198,7 +199,7 @@ def run_lengths(right: list[bool]) -> list[int]:
 
 def looked_up(prompt: list[int], answer: list[int]) -> list[int | None]:
     """Count the right looked-up guesses at each position of the answer; None where there are no guesses."""
-    drafter, text = NgramDrafter(MOST), SimpleNamespace(token_ids=list(prompt), memory=None)
+    drafter, text = NgramDrafter(MOST), SimpleNamespace(token_ids=list(prompt), guesses=Guesses())
     found: list[int | None] = []
     for at, token in enumerate(answer):
         draft = drafter.draft(text)

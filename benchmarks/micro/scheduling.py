@@ -1,26 +1,33 @@
-"""The gain of the watermark, counted in steps and tokens: the same on every machine, without a model.
+"""The gain of the watermark, counted in steps and tokens, and timed.
 
-Stage E's scheduler and engine serve 16 requests of 8 in / 60 out in a tight pool, 40 blocks of 4, with the watermark
-and its doubling and without them. The model takes no time and makes up its tokens. The pictures are timelines of the
-tight pool, and of a few requests on few batch slots: in static batches, in chunks and whole.
+    python -m benchmarks.micro scheduling                 # counted: the same on every machine, without a model
+    python -m benchmarks.micro scheduling part=time       # seconds of an engine; `stage=f device=cuda model=…`
+
+Counted: stage E's scheduler and engine serve 16 requests of 8 in / 60 out in a tight pool, 40 blocks of 4, with the
+watermark and its doubling and without them. The model takes no time and makes up its tokens. The pictures are timelines
+of the tight pool, and of a few requests on few batch slots: in static batches, in chunks and whole. *time*: the engines
+take turns; on a CPU the seconds are the process's CPU time, on one thread.
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.micro import unlike_prompt
+from benchmarks.micro import chosen, one_thread, take_turns, unlike_prompt
 from benchmarks.micro.batching import StaticAdmission
 from benchmarks.micro.step_cost import null_calls
 from benchmarks.pictures import timeline
 from benchmarks.pictures.picture import Picture
 from stage_a_naive.contract.outputs import Request
 from stage_a_naive.sampling import SamplingParams
+from stage_e_batching import LLM as StageE
 from stage_e_batching import scheduler as rules
 from stage_e_batching.step import BatchSequence
 from stage_e_batching.trace import Trace
+from stage_f_graph_tp import LLM as StageF
 
 
 class NoWatermark(rules.Scheduler):
@@ -37,6 +44,7 @@ class NoDoubling(rules.Scheduler):
         return self.block_manager.blocks_for(rules.WATERMARK * (self.num_running + 1)) if self.num_running else 0
 
 
+BLOCK_SIZE, COUNTED = 16, ("steps", "preemptions", "recomputed_tokens")  # of the part `time`
 POOLS = {"no watermark": NoWatermark, "watermark": NoDoubling, "watermark that doubles": rules.Scheduler}
 
 
@@ -83,8 +91,42 @@ def counts(records: list[dict]) -> dict[str, int]:
     }
 
 
-def measure() -> dict:
-    """Count; all samples are equal."""
+def measure(
+    part: str = "counts",
+    stage: str = "e",
+    model: str = "tutor",
+    device: str = "cpu",
+    requests: int = 16,
+    input_len: int = 64,
+    output_len: int = 192,
+    fit: int = 5,
+    repeats: int = 5,
+) -> dict:
+    """One part: counts without a model, of which all samples are equal; or seconds of stage E or F.
+
+    Args:
+        fit: the pool holds this many whole requests.
+
+    Raises:
+        ValueError: there is no such part or stage.
+    """
+
+    def seconds() -> dict:
+        engine = chosen({"e": StageE, "f": StageF}, stage)
+        blocks = fit * -(-(input_len + output_len) // BLOCK_SIZE)
+        options = {"num_kvcache_blocks": blocks, "kvcache_block_size": BLOCK_SIZE, "max_num_seqs": requests}
+        options |= {"max_model_len": input_len + output_len, "enable_prefix_caching": False, "device": device}
+        work = {"stage": stage.upper(), "model": model, "requests": requests, "fit": fit}
+        work |= {"input_len": input_len, "output_len": output_len}
+        llms = {name: with_rule(engine, rule)(model, **options) for name, rule in POOLS.items()}
+        prompts = [unlike_prompt(i, input_len) for i in range(requests)]
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        return {"part": "time"} | work | {"rows": time_rules(llms, prompts, params, repeats)}
+
+    return chosen({"counts": count_rules, "time": seconds}, part)()
+
+
+def count_rules() -> dict:
     steps = {name: tight_pool(rule) for name, rule in POOLS.items()}
     return {
         "rows": [
@@ -92,6 +134,37 @@ def measure() -> dict:
             for name, records in steps.items()
         ]
     }
+
+
+def with_rule(engine: type[StageE], rule: type[rules.Scheduler]) -> type[StageE]:
+    """Return a stage whose scheduler has one rule changed."""
+
+    class Ruled(engine):
+        def _scheduler(self) -> rules.Scheduler:
+            return super()._scheduler(rule)
+
+    return Ruled
+
+
+@one_thread()
+def time_rules(
+    llms: dict[str, StageE], prompts: list[list[int]], params: SamplingParams, repeats: int
+) -> list[dict[str, object]]:
+    """Measure seconds, and count steps, preemptions and tokens computed again, of every rule in turn."""
+
+    def run(name: str) -> dict[str, float]:
+        llm = llms[name]
+        clock = time.process_time if llm.device.type == "cpu" else time.perf_counter
+        before, start = llm.calls.stats(), clock()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds, after = clock() - start, llm.calls.stats()
+        return {"seconds": seconds} | {key: after[f"num_{key}"] - before[f"num_{key}"] for key in COUNTED}
+
+    found = take_turns(run, llms, repeats)
+    return [
+        {"rule": name, **{key: runs[-1][key] for key in COUNTED}, "samples": [one["seconds"] for one in runs]}
+        for name, runs in found.items()
+    ]
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:

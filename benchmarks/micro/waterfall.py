@@ -22,6 +22,7 @@ from stage_a_naive.sampling import SamplingParams
 ENGINES = ("A", "B", "B compiled", "C", "C compiled")
 PARTS = ("attention", "MLP", "LM head", "other kernels", "idle")
 CONTEXT, STEPS, REPEATS = 128, 8, 7
+TIMED = 120  # steps in a sample: enough that what happens once per request hardly counts, in the same size of cache
 ATTENTION = ("scaled_dot_product", "flash", "fmha", "attention")
 PRODUCTS = ("nvjet", "gemm", "gemv", "cutlass", "addmm", "linear", "mm")
 FUSED_MLP = ("swiglu", "fused_kernel", "warp_kernel", "naive_kernel")  # stage C's operator is norm and MLP in one
@@ -90,20 +91,20 @@ def measure(model: str = "random:qwen2.5-0.5b") -> dict:
 
 def samples_of(name: str, llm: object) -> dict[str, list[float]]:
     """Measure the engine's time per token, without the profiler."""
-    seconds_per_token(llm)  # the first visit to these lengths plans and compiles
-    return {"samples": [seconds_per_token(llm) for _ in range(REPEATS)]}
+    seconds_per_token(llm, TIMED)  # the first visit to these lengths plans and compiles
+    return {"samples": [seconds_per_token(llm, TIMED) for _ in range(REPEATS)]}
 
 
-def seconds_per_token(llm: object) -> float:
-    """Decode `STEPS` tokens of one request; returns the time per token that the engine reports."""
+def seconds_per_token(llm: object, steps: int) -> float:
+    """Decode this many tokens of one request after the first; returns the time per token that the engine reports."""
     prompt = [(7 * j) % 1000 for j in range(CONTEXT)]
-    params = SamplingParams(temperature=0.0, max_tokens=1 + STEPS, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=1 + steps, ignore_eos=True)
     return llm.generate([prompt], params, use_tqdm=False)[0]["metrics"]["tpot"]
 
 
 def parts_per_step(name: str, llm: object) -> dict[str, object]:
     """Return the number of kernels in a recorded step, and the microseconds of each part."""
-    run = partial(seconds_per_token, llm)
+    run = partial(seconds_per_token, llm, STEPS)
     run()
     named = parts_of_steps(record(name, run, llm.device, STEPS).spans, llm.source.config.num_hidden_layers)
     parts = dict.fromkeys(PARTS[:-1], 0.0)

@@ -44,7 +44,6 @@ from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import Stream, ceil_div
 
 FEW_TOKENS = 8  # up to this many, a block is one pair
-MAX_COUNTERS = 64  # blocks of tokens whose experts `norm_route` can choose
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

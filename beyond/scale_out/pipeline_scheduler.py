@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stage_e_batching.scheduler import Scheduler, by_arrival
+from stage_e_batching.queues import by_arrival
+from stage_e_batching.scheduler import Scheduler
 from stage_e_batching.step import BatchSequence, ScheduledStep, State
 
 

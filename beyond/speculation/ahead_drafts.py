@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from beyond.speculation.drafts import Drafter, SpeculationCounters, promising, without_rows
 from beyond.speculation.ngram import NgramDrafter
 from beyond.speculation.rows import DraftRows
-from beyond.speculation.sequence import WRONG, SpeculativeSequence
+from beyond.speculation.sequence import WRONG, Guesses, is_pausing, longest_draft
 from stage_e_batching.parts import Sampled
-from stage_e_batching.step import ScheduledStep, State
+from stage_e_batching.step import BatchSequence, ScheduledStep, State
 
 
 class DeviceDrafts:
@@ -40,19 +40,19 @@ class DeviceDrafts:
         self._rows = rows
         self._counters = counters
         self._draft_tokens = draft_tokens
-        self._promised: list[SpeculativeSequence] = []  # may have a draft in the last scheduled step
-        self._arrived: dict[SpeculativeSequence, int] = {}  # verified in the arriving step: number of tokens before it
+        self._promised: list[BatchSequence] = []  # may have a draft in the last scheduled step
+        self._arrived: dict[BatchSequence, int] = {}  # verified in the arriving step: number of tokens before it
 
     def are_promising(self) -> bool:
         for sequence in self._promised:
-            sequence.draft = []
+            sequence.guesses.draft = []
         self._promised = promising(self.drafter, self._rows.decoding)
         return bool(self._promised)
 
     def propose(self) -> bool:
         """Reserve a row for each guess; the device fills them in."""
         for sequence in self._promised:
-            sequence.draft = [WRONG] * min(self._draft_tokens, sequence.longest_draft)
+            sequence.guesses.draft = [WRONG] * min(self._draft_tokens, longest_draft(sequence))
         return True
 
     def complete(self, step: ScheduledStep) -> None:
@@ -63,9 +63,9 @@ class DeviceDrafts:
         running = set(step.sequences[: step.num_decodes])
         for sequence in self._promised:
             if sequence not in running:  # it has lost its blocks
-                sequence.draft = []
-            elif sequence.draft:
-                sequence.num_unsure = len(sequence.draft)
+                sequence.guesses.draft = []
+            elif sequence.guesses.draft:
+                sequence.guesses.num_unsure = len(sequence.guesses.draft)
 
     def accept(self, step: ScheduledStep, sampled: Sampled) -> Sampled:
         """Return the accepted tokens. The token gained by a right guess was in flight too, and the guess has run."""
@@ -77,8 +77,8 @@ class DeviceDrafts:
             if sequence.state is State.FINISHED:
                 wrong.add(row)
                 continue
-            if not sequence.draft:  # otherwise it already has others in flight
-                sequence.num_unsure = 0
+            if not sequence.guesses.draft:  # otherwise it already has others in flight
+                sequence.guesses.num_unsure = 0
             if row not in wrong:
                 sequence.num_in_flight += 1
                 if sequence.block_table:  # not preempted meanwhile; the very last token does not run
@@ -95,8 +95,8 @@ class DeviceDrafts:
         for sequence, length in self._arrived.items():
             num_right = len(sequence.token_ids) - length - 1
             self._counters.num_accepted_tokens += num_right
-            if not sequence.is_pausing:  # otherwise it was launched before the pause began
-                sequence.settle(num_right)
+            if not is_pausing(sequence):  # otherwise it was launched before the pause began
+                sequence.guesses.settle(num_right, len(sequence.token_ids))
             self._rows.trim(sequence)
         self._arrived = {}
 
@@ -108,9 +108,9 @@ class DeviceDrafts:
 class Known(Protocol):
     """An answer whose tokens are all on the host, including those that its sequence does not have yet."""
 
-    sequence: Any  # a SpeculativeSequence
+    sequence: Any  # a BatchSequence
     token_ids: list[int]
-    memory: Any  # data of the look-up
+    guesses: Any  # None before the first look-up
 
 
 def guess_of_table(drafter: NgramDrafter, answer: Known, count: int) -> list[int]:
@@ -118,11 +118,12 @@ def guess_of_table(drafter: NgramDrafter, answer: Known, count: int) -> list[int
 
     If the look-up finds nothing, the guess is the last token again; past the very last token, rows repeat.
     """
+    answer.guesses = answer.guesses or Guesses()
     draft = drafter.draft(answer) or [answer.token_ids[-1]] * count
     return draft[: max(0, min(count, answer.sequence.max_total_tokens - 1 - len(answer.token_ids)))]
 
 
-def _rows_of_guesses(step: ScheduledStep) -> dict[int, SpeculativeSequence]:
+def _rows_of_guesses(step: ScheduledStep) -> dict[int, BatchSequence]:
     """Find the rows of a step that ran guesses: all but the first of each sequence."""
     sequences = step.sequences
     return {row: sequences[row] for row in range(1, step.num_decodes) if sequences[row] is sequences[row - 1]}

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from beyond.speculation.sequence import DRAFT, NUM_UNSURE, SpeculativeSequence
+from beyond.speculation.sequence import DRAFT, NUM_UNSURE
 from beyond.speculation.token_table import TokenTable
 from stage_e_batching.sampler import Sampler
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.last_tokens import LastTokens
 from stage_f_graph_tp.step_input import StepInput, StepShape, TokenSource
@@ -74,7 +74,7 @@ class AheadBatch(InputBatch):
     ) -> None:
         super().__init__(max_num_seqs, max_model_len, block_size)
         self._draft_tokens, self._tokens, self._sampler = draft_tokens, tokens, sampler
-        self._entered: set[SpeculativeSequence] = set()  # sequences whose tokens are all in the table
+        self._entered: set[BatchSequence] = set()  # sequences whose tokens are all in the table
         self._completes = False  # whether the device completes the current step
 
     def update(self, step: ScheduledStep) -> None:
@@ -107,5 +107,5 @@ class AheadBatch(InputBatch):
             out.positions[: len(rows)] = rows - np.maximum.accumulate(firsts)
         return generated
 
-    def _noise_keys(self, sequence: SpeculativeSequence, count: int) -> np.ndarray:
+    def _noise_keys(self, sequence: BatchSequence, count: int) -> np.ndarray:
         return self._sampler.noise_keys(np.full(count, sequence.batch_slot), np.arange(count))

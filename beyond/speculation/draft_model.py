@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from beyond.options import Options
-from beyond.speculation.sequence import SpeculativeSequence
 from stage_e_batching.parts import InFlight
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import BatchSequence, ScheduledStep
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import StepInput
@@ -68,40 +67,40 @@ class ModelDrafter:
         rewind: rolls the small model's grammars back to a sequence's certain tokens.
     """
 
-    def __init__(self, runner: StepRunner, options: Options, rewind: Callable[[SpeculativeSequence], None]) -> None:
+    def __init__(self, runner: StepRunner, options: Options, rewind: Callable[[BatchSequence], None]) -> None:
         self._runner, self._rewind = runner, rewind
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._num_tokens = options.num_speculative_tokens
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+    def has_draft(self, sequence: BatchSequence) -> bool:
         """Return True: a model always has a guess."""
         return True
 
-    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+    def draft(self, sequence: BatchSequence) -> list[int]:
         """Return zeros as placeholders, so that blocks are reserved; `complete` fills in the guesses."""
         return [0] * self._num_tokens
 
-    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+    def complete(self, sequences: list[BatchSequence]) -> None:
         """Fill in the drafts: one step on the tokens that are new to the small model, then one per further guess."""
-        new = [s for s in sequences if s.memory is None or s.memory.block_table is not s.block_table]
+        new = [s for s in sequences if s.guesses.memory is None or s.guesses.memory.block_table is not s.block_table]
         for sequence in new:
-            sequence.memory = Followed(sequence.block_table)
+            sequence.guesses.memory = Followed(sequence.block_table)
         for sequence in sequences:
-            sequence.memory.catch_up(sequence.token_ids)
+            sequence.guesses.memory.catch_up(sequence.token_ids)
             self._rewind(sequence)
         # Guess i is launched before guess i - 1 is fetched, because guess i - 1 is on the device.
         guessing, launched = sequences, self._launch_known(sequences, new)
-        for i in range(1, 1 + max(len(sequence.draft) for sequence in sequences)):
-            waiting, guessing = guessing, [sequence for sequence in guessing if len(sequence.draft) > i]
+        for i in range(1, 1 + max(len(sequence.guesses.draft) for sequence in sequences)):
+            waiting, guessing = guessing, [sequence for sequence in guessing if len(sequence.guesses.draft) > i]
             following = self._launch_guess(guessing, i)
             for sequence, token_id in zip(waiting, launched.wait().token_ids, strict=True):
-                sequence.draft[i - 1] = token_id
+                sequence.guesses.draft[i - 1] = token_id
             launched = following
         for sequence in sequences:
-            sequence.memory.num_computed_tokens = len(sequence.token_ids)
-            sequence.memory.guesses = sequence.draft[:-1]  # the last one was sampled but not run
+            sequence.guesses.memory.num_computed_tokens = len(sequence.token_ids)
+            sequence.guesses.memory.guesses = sequence.guesses.draft[:-1]  # the last one was sampled but not run
 
-    def _launch_known(self, sequences: list[SpeculativeSequence], new: list[SpeculativeSequence]) -> InFlight:
+    def _launch_known(self, sequences: list[BatchSequence], new: list[BatchSequence]) -> InFlight:
         """Run the tokens that the small model has not seen, in chunks if there are many; sample after the last one."""
         self._runner.launch(ScheduledStep(0, 0.0, admitted=new, grown=sequences))  # runs nothing yet
         share = self._max_num_batched_tokens // len(sequences)
@@ -110,22 +109,22 @@ class ModelDrafter:
             step.num_tokens, step.samples = [share] * len(behind), [False] * len(behind)
             self._runner.launch(step)
             for sequence in behind:
-                sequence.memory.num_computed_tokens += share
+                sequence.guesses.memory.num_computed_tokens += share
         step = self._step(sequences)
         step.num_tokens = list(map(_num_unseen, sequences))
         return self._runner.launch(step)
 
-    def _launch_guess(self, sequences: list[SpeculativeSequence], number: int) -> InFlight:
+    def _launch_guess(self, sequences: list[BatchSequence], number: int) -> InFlight:
         """Run guess `number` of each draft, which is on the device, to sample the next guess."""
         step = self._step(sequences)
         step.starts = [len(sequence.token_ids) + number - 1 for sequence in sequences]
         step.num_tokens, step.num_decodes = [1] * len(sequences), len(sequences)
         return self._runner.launch(step)
 
-    def _step(self, sequences: list[SpeculativeSequence]) -> ScheduledStep:
-        starts = [sequence.memory.num_computed_tokens for sequence in sequences]
+    def _step(self, sequences: list[BatchSequence]) -> ScheduledStep:
+        starts = [sequence.guesses.memory.num_computed_tokens for sequence in sequences]
         return ScheduledStep(0, 0.0, sequences, starts, samples=[True] * len(sequences))
 
 
-def _num_unseen(sequence: SpeculativeSequence) -> int:
-    return len(sequence.token_ids) - sequence.memory.num_computed_tokens
+def _num_unseen(sequence: BatchSequence) -> int:
+    return len(sequence.token_ids) - sequence.guesses.memory.num_computed_tokens

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from beyond.speculation.options import MAX_SPECULATING
 from beyond.speculation.rows import DraftRows
-from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.sequence import is_pausing, longest_draft
 from stage_e_batching.parts import Sampled
-from stage_e_batching.step import Counters, ScheduledStep
+from stage_e_batching.step import BatchSequence, Counters, ScheduledStep
 
 SHARE = 4  # at least 1 / SHARE of the decoding sequences must have a draft, or waiting costs more than it gains
 
@@ -33,31 +33,31 @@ SHARE = 4  # at least 1 / SHARE of the decoding sequences must have a draft, or 
 class Drafter(Protocol):
     """Makes guesses."""
 
-    def has_draft(self, sequence: SpeculativeSequence) -> bool:
+    def has_draft(self, sequence: BatchSequence) -> bool:
         """Whether the tokens on the host promise a guess."""
         ...
 
-    def draft(self, sequence: SpeculativeSequence) -> list[int]:
+    def draft(self, sequence: BatchSequence) -> list[int]:
         """Return the guesses, or a list of the same length; all tokens are on the host."""
         ...
 
-    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+    def complete(self, sequences: list[BatchSequence]) -> None:
         """Fill in the drafts, once they are scheduled and have blocks."""
         ...
 
 
-Shorten = Callable[[SpeculativeSequence, list[int]], None]
+Shorten = Callable[[BatchSequence, list[int]], None]
 
 
 class Draft(Protocol):
     """An answer whose sequence has a draft."""
 
-    sequence: Any  # a SpeculativeSequence
+    sequence: Any  # a BatchSequence
 
 
 def draft_of(answer: Draft, count: int) -> list[int]:
     """Return the host's guesses that run in `count` rows after an answer's last token."""
-    return answer.sequence.draft
+    return answer.sequence.guesses.draft
 
 
 @dataclass
@@ -86,11 +86,11 @@ class HostDrafts:
         self._rows = rows
         self._shorten = shorten
         self._counters = counters
-        self._proposed: list[SpeculativeSequence] = []  # have a draft for the current step
-        self._verified: dict[SpeculativeSequence, int] = {}  # in the current step, with the number of tokens before it
+        self._proposed: list[BatchSequence] = []  # have a draft for the current step
+        self._verified: dict[BatchSequence, int] = {}  # in the current step, with the number of tokens before it
         self._are_promising = False
         # The device does not know their last right token: the host sends it with their next step.
-        self._unknown: set[SpeculativeSequence] = set()
+        self._unknown: set[BatchSequence] = set()
 
     @property
     def need_tokens(self) -> bool:
@@ -104,11 +104,11 @@ class HostDrafts:
         """Guess for every sequence that may draft. Returns whether there is a guess."""
         decoding = self._rows.decoding
         for sequence in decoding:
-            sequence.draft = [] if sequence.is_pausing else self.drafter.draft(sequence)
-            del sequence.draft[sequence.longest_draft :]
-            if sequence.draft and self._shorten is not None:
-                self._shorten(sequence, sequence.draft)
-        self._proposed = [sequence for sequence in decoding if sequence.draft]
+            sequence.guesses.draft = [] if is_pausing(sequence) else self.drafter.draft(sequence)
+            del sequence.guesses.draft[longest_draft(sequence) :]
+            if sequence.guesses.draft and self._shorten is not None:
+                self._shorten(sequence, sequence.guesses.draft)
+        self._proposed = [sequence for sequence in decoding if sequence.guesses.draft]
         return bool(self._proposed)
 
     def complete(self, step: ScheduledStep) -> None:
@@ -118,11 +118,13 @@ class HostDrafts:
         if not self._proposed:
             return
         self._rows.add(step)
-        verified = [sequence for sequence in dict.fromkeys(step.sequences[: step.num_decodes]) if sequence.draft]
+        verified = [
+            sequence for sequence in dict.fromkeys(step.sequences[: step.num_decodes]) if sequence.guesses.draft
+        ]
         self._verified = {sequence: len(sequence.token_ids) for sequence in verified}
         self._unknown.update(verified)
         self._counters.num_verifications += len(verified)
-        self._counters.num_draft_tokens += sum(len(sequence.draft) for sequence in verified)
+        self._counters.num_draft_tokens += sum(len(sequence.guesses.draft) for sequence in verified)
         if verified:
             self.drafter.complete(verified)
 
@@ -132,8 +134,8 @@ class HostDrafts:
         wrong, row = set(), 0
         while row < step.num_decodes:
             sequence = step.sequences[row]
-            end = row + 1 + len(sequence.draft)
-            right = self.count_right(sequence.draft, sampled.token_ids[row:end])
+            end = row + 1 + len(sequence.guesses.draft)
+            right = self.count_right(sequence.guesses.draft, sampled.token_ids[row:end])
             sequence.num_computed_tokens += right
             wrong.update(range(row + 1 + right, end))
             row = end
@@ -153,10 +155,10 @@ class HostDrafts:
         for sequence, length in self._verified.items():
             num_right = len(sequence.token_ids) - length - 1
             self._counters.num_accepted_tokens += num_right
-            sequence.settle(num_right)
+            sequence.guesses.settle(num_right, len(sequence.token_ids))
             self._rows.trim(sequence)
         for sequence in self._proposed:  # in steps without decodes, drafts have not run
-            sequence.draft = []
+            sequence.guesses.draft = []
         self._proposed, self._verified = [], {}
 
     def forget(self) -> None:
@@ -164,11 +166,11 @@ class HostDrafts:
         self._rows.forget()
 
 
-def promising(drafter: Drafter, decoding: Sequence[SpeculativeSequence]) -> list[SpeculativeSequence]:
+def promising(drafter: Drafter, decoding: Sequence[BatchSequence]) -> list[BatchSequence]:
     """Return the sequences that promise a guess; none if they are too few, or if too many sequences run."""
     if len(decoding) > MAX_SPECULATING:
         return []
-    found = [s for s in decoding if not s.is_pausing and drafter.has_draft(s) and s.longest_draft > 0]
+    found = [s for s in decoding if not is_pausing(s) and drafter.has_draft(s) and longest_draft(s) > 0]
     return found if len(found) * SHARE >= len(decoding) else []
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from beyond.speculation.sequence import token_at
 from stage_e_batching.step import ScheduledStep
 from stage_f_graph_tp.cuda_graph import DecodeGraphs
 from stage_f_graph_tp.input_batch import InputBatch
@@ -51,12 +52,12 @@ class DraftBatch(InputBatch):
         decodes = step.sequences[: step.num_decodes]
         if any(sequence.num_in_flight for sequence in decodes):
             return False
-        return any(sequence.draft or self._verified[sequence.batch_slot] for sequence in decodes)
+        return any(sequence.guesses.draft or self._verified[sequence.batch_slot] for sequence in decodes)
 
     def _fill_decodes(self, step: ScheduledStep, out: StepInput) -> np.ndarray:
         generated = super()._fill_decodes(step, out)
         decodes = step.sequences[: step.num_decodes]
         if self._are_sent(step):
-            out.input_ids[: len(decodes)] = [s.token_at(start) for s, start in zip(decodes, step.starts, strict=False)]
-        self._verified[out.batch_slots[: len(decodes)]] = [bool(sequence.draft) for sequence in decodes]
+            out.input_ids[: len(decodes)] = [token_at(s, start) for s, start in zip(decodes, step.starts, strict=False)]
+        self._verified[out.batch_slots[: len(decodes)]] = [bool(sequence.guesses.draft) for sequence in decodes]
         return generated

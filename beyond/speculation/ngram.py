@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from beyond.speculation.sequence import SpeculativeSequence
+from stage_e_batching.step import BatchSequence
 
 SIZE = 3  # tokens that must agree
 
@@ -25,9 +25,9 @@ class NgramIndex:
 
 
 class Text(Protocol):
-    """Tokens, and a drafter's data about them."""
+    """Tokens, and what is guessed about them."""
 
-    memory: Any
+    guesses: Any  # `Guesses`
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -63,7 +63,7 @@ class NgramDrafter:
             draft.append(draft[len(draft) - (len(tokens) - at)])
         return draft
 
-    def complete(self, sequences: list[SpeculativeSequence]) -> None:
+    def complete(self, sequences: list[BatchSequence]) -> None:
         """Do nothing: `draft` has returned the guesses."""
 
     def _find(self, sequence: Text) -> int | None:
@@ -72,7 +72,7 @@ class NgramDrafter:
         The last n-gram is looked up before it is entered: nothing follows it yet.
         """
         tokens, size = sequence.token_ids, self._size
-        index = sequence.memory = sequence.memory or NgramIndex()
+        index = sequence.guesses.memory = sequence.guesses.memory or NgramIndex()
         for end in range(max(index.num_tokens, size), len(tokens)):
             index.positions[tuple(tokens[end - size : end])] = end
         index.num_tokens = len(tokens)

@@ -12,24 +12,27 @@ from __future__ import annotations
 
 from typing import cast
 
-from beyond.speculation.sequence import DRAFT, SpeculativeSequence
+from beyond.speculation.sequence import DRAFT
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
 from stage_e_batching.scheduler import Scheduler
-from stage_e_batching.step import ScheduledStep
+from stage_e_batching.step import BatchSequence, ScheduledStep
+
+
+def shrink(manager: BlockManager, sequence: Sequence) -> None:
+    """Free the blocks past a sequence's computed tokens, which are not in the prefix cache."""
+    table = sequence.block_table
+    while len(table) > manager.blocks_for(sequence.num_computed_tokens):
+        block = table.pop()
+        manager._ref_counts[block] = 0
+        manager._free[block] = None
+        manager._free.move_to_end(block, last=False)  # reuse it first: nothing is lost
 
 
 class ShrinkingBlockManager(BlockManager):
     """A block manager whose sequences can become shorter."""
 
-    def shrink(self, sequence: Sequence) -> None:
-        """Free the blocks past a sequence's computed tokens, which are not in the prefix cache."""
-        table = sequence.block_table
-        while len(table) > self.blocks_for(sequence.num_computed_tokens):
-            block = table.pop()
-            self._ref_counts[block] = 0
-            self._free[block] = None
-            self._free.move_to_end(block, last=False)  # reuse it first: nothing is lost
+    shrink = shrink
 
 
 class DraftRows:
@@ -45,9 +48,9 @@ class DraftRows:
         self._max_rows = max_rows
 
     @property
-    def decoding(self) -> list[SpeculativeSequence]:
+    def decoding(self) -> list[BatchSequence]:
         """The sequences that may have a draft."""
-        return cast("list[SpeculativeSequence]", self._scheduler.decoding)
+        return self._scheduler.decoding
 
     def add(self, step: ScheduledStep) -> None:
         """Give each decoding sequence one more row per token of its draft, while there is room."""
@@ -57,10 +60,10 @@ class DraftRows:
         spare = min(self._max_rows - len(step), self._scheduler.max_num_batched_tokens - step.total_tokens)
         sequences, starts = [], []
         for sequence, start in zip(step.sequences[:decodes], step.starts[:decodes], strict=True):
-            if sequence.draft:
+            if sequence.guesses.draft:
                 self._fit(sequence, step, spare)
-                spare -= len(sequence.draft)
-            count = 1 + len(sequence.draft)
+                spare -= len(sequence.guesses.draft)
+            count = 1 + len(sequence.guesses.draft)
             sequences += [sequence] * count
             starts += range(start, start + count)
         step.sequences[:decodes], step.starts[:decodes] = sequences, starts
@@ -68,28 +71,28 @@ class DraftRows:
         step.num_tokens[:decodes] = [1] * len(sequences)
         step.samples[:decodes] = [True] * len(sequences)
 
-    def _fit(self, sequence: SpeculativeSequence, step: ScheduledStep, most: int) -> None:
+    def _fit(self, sequence: BatchSequence, step: ScheduledStep, most: int) -> None:
         """Reserve blocks for a draft, or shorten it to the available blocks. It never preempts a request."""
         table, blocks = sequence.block_table, len(sequence.block_table)
         manager = self._scheduler.block_manager
-        del sequence.draft[most:]
+        del sequence.guesses.draft[most:]
         # A step that is launched ahead may begin after all guesses of this step and of the one in flight.
-        certain = sequence.num_computed_tokens + sequence.num_unsure + 1
-        reach = min(certain + len(sequence.draft), sequence.max_total_tokens - 1)
+        certain = sequence.num_computed_tokens + sequence.guesses.num_unsure + 1
+        reach = min(certain + len(sequence.guesses.draft), sequence.max_total_tokens - 1)
         if not manager.allocate(sequence, reach, watermark=len(self.decoding)):
-            del sequence.draft[max(0, blocks * manager.block_size - certain) :]
+            del sequence.guesses.draft[max(0, blocks * manager.block_size - certain) :]
         if len(table) > blocks:
             step.grown.append(sequence)
 
-    def trim(self, sequence: SpeculativeSequence) -> None:
+    def trim(self, sequence: BatchSequence) -> None:
         """After a verification, index the accepted tokens and free the blocks of the others."""
         manager = cast("ShrinkingBlockManager", self._scheduler.block_manager)
         manager.index_computed(sequence)
-        if not sequence.num_unsure:
+        if not sequence.guesses.num_unsure:
             manager.shrink(sequence)
             self._scheduler.note_room()
 
     def forget(self) -> None:
         """Drop all drafts."""
-        for sequence in cast("list[SpeculativeSequence]", self._scheduler.unfinished):
-            sequence.draft, sequence.num_unsure = [], 0
+        for sequence in self._scheduler.unfinished:
+            sequence.guesses.draft, sequence.guesses.num_unsure = [], 0

@@ -13,18 +13,19 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
+from stage_a_naive.contract.outputs import Completion
 from stage_e_batching.step import BatchSequence
 
 WRONG = -1  # replaces a token that was sampled after a wrong guess
 COST = 1.0  # tokens that a verification must gain to pay for itself
 MOST_CREDIT = 4.0  # limit, so that a request that stops gaining notices soon
 FIRST_PAUSE = 16  # tokens
-DRAFT, NUM_UNSURE = attrgetter("draft"), attrgetter("num_unsure")  # several times as fast in a loop as attributes
+DRAFT, NUM_UNSURE = attrgetter("guesses.draft"), attrgetter("guesses.num_unsure")  # fast in a loop
 
 
 @dataclass(slots=True, eq=False)
-class SpeculativeSequence(BatchSequence):
-    """A sequence with a draft of its next tokens."""
+class Guesses:
+    """A sequence's draft of its next tokens, and whether guessing pays: `sequence.guesses`."""
 
     draft: list[int] = field(default_factory=list)  # the guesses that the next step verifies
     num_unsure: int = 0  # guesses in flight: the sequence may be this much longer than the host knows
@@ -35,37 +36,39 @@ class SpeculativeSequence(BatchSequence):
 
     memory: Any = None  # data of its drafter
 
-    def __post_init__(self) -> None:
-        """Disable drafts for penalties, rules about single tokens and a replaced sampler.
-
-        Penalties count the tokens before each row, and a replaced sampler sees each token once, so neither can run
-        on guesses. Rules about tokens run in the same place.
-        """
-        params = self.request.params
-        if params.needs_penalties or params.has_token_rules or self.request.sampling_fn is not None:
-            self.resume_at = inf
-
-    @property
-    def is_pausing(self) -> bool:
-        """Whether it makes no drafts, after a loss or because it never may."""
-        return len(self.completion.all_token_ids) < self.resume_at
-
-    @property
-    def longest_draft(self) -> int:
-        """The most useful guesses: a step gives one token more than right guesses, and the last is not run."""
-        return max(0, self.max_total_tokens - len(self) - 1)
-
-    def token_at(self, position: int) -> int:
-        """Return the token at a position, or its guess."""
-        known = self.token_ids
-        return known[position] if position < len(known) else self.draft[position - len(known)]
-
-    def settle(self, num_right: int) -> None:
-        """Account for a verification with this many right guesses."""
+    def settle(self, num_right: int, num_tokens: int) -> None:
+        """Account for a verification with this many right guesses, after which the sequence has `num_tokens` tokens."""
         self.balance = min(self.balance + num_right - COST, MOST_CREDIT)
         if self.balance < 0:
-            self.resume_at = len(self.token_ids) + self.pause
+            self.resume_at = num_tokens + self.pause
             self.pause *= 2
             self.balance = 0.0
         elif num_right > COST:
             self.pause = FIRST_PAUSE
+
+
+def guessing_sequence(completion: Completion, **given: Any) -> BatchSequence:
+    """Make a sequence with guesses; no drafts for penalties, rules about single tokens and a replaced sampler.
+
+    Penalties count the tokens before each row, and a replaced sampler sees each token once, so neither can run on
+    guesses. Rules about tokens run in the same place.
+    """
+    params = completion.request.params
+    never = params.needs_penalties or params.has_token_rules or completion.request.sampling_fn is not None
+    return BatchSequence(completion, guesses=Guesses(resume_at=inf if never else 0), **given)
+
+
+def is_pausing(sequence: BatchSequence) -> bool:
+    """Whether a sequence makes no drafts, after a loss or because it never may."""
+    return len(sequence.completion.all_token_ids) < sequence.guesses.resume_at
+
+
+def longest_draft(sequence: BatchSequence) -> int:
+    """Return the most useful guesses: a step gives one token more than right guesses, and the last is not run."""
+    return max(0, sequence.max_total_tokens - len(sequence) - 1)
+
+
+def token_at(sequence: BatchSequence, position: int) -> int:
+    """Return the token at a position, or its guess."""
+    known = sequence.token_ids
+    return known[position] if position < len(known) else sequence.guesses.draft[position - len(known)]

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from beyond.speculation.ngram import SIZE
-from beyond.speculation.sequence import WRONG, SpeculativeSequence
+from beyond.speculation.sequence import WRONG
 from stage_d_paged.batch import upload
+from stage_e_batching.step import BatchSequence
 from stage_f_graph_tp.step_input import StepInput
 
-NoiseKeys = Callable[[SpeculativeSequence, int], np.ndarray]  # of a sequence's first n sampled tokens, int32
+NoiseKeys = Callable[[BatchSequence, int], np.ndarray]  # of a sequence's first n sampled tokens, int32
 
 
 class TokenTable:
@@ -55,7 +56,7 @@ class TokenTable:
 
             self._kernels = token_table_kernels
 
-    def enter(self, sequences: list[SpeculativeSequence], noise_keys: NoiseKeys, last_tokens: Tensor) -> None:
+    def enter(self, sequences: list[BatchSequence], noise_keys: NoiseKeys, last_tokens: Tensor) -> None:
         """Copy sequences to their batch slots in one transfer. Their last tokens may still be in flight.
 
         Args:

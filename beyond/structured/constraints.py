@@ -46,7 +46,7 @@ class Answer:
     sequence: BatchSequence
     token_ids: list[int]  # with the prompt; one step ahead of the sequence's tokens
     matcher: Matcher | GrammarError  # or the error if there is none
-    memory: Any = None  # data of the drafter
+    guesses: Any = None  # the drafter's `Guesses`
 
     def go_on(self, token_ids: list[int]) -> None:
         """Accept tokens."""

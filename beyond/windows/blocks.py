@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from typing import cast
 
 import numpy as np
 
-from beyond.speculation.rows import ShrinkingBlockManager
+from beyond.speculation.rows import shrink
 from beyond.windows.pools import HybridKVCache
 from stage_d_paged.block_manager import BlockManager
 from stage_d_paged.sequence import Sequence
@@ -217,7 +216,7 @@ class HybridBlockManager(BlockManager):
         """Free the blocks past a sequence's computed tokens: those of wrong guesses."""
         if len(sequence.block_table) > (num_blocks := self.blocks_for(sequence.num_computed_tokens)):
             self.windows.shorten(sequence, num_blocks)
-            ShrinkingBlockManager.shrink(cast("ShrinkingBlockManager", self), sequence)
+            shrink(self, sequence)
 
     def check_invariants(self, sequences: Iterable[Sequence] | None = None) -> None:
         sequences = None if sequences is None else list(sequences)

@@ -3,7 +3,7 @@
 // the error is reported.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <string>
 

@@ -3,7 +3,10 @@
 #include "common/check_text.h"
 
 #include <torch/library.h>
-#include <ATen/ATen.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/silu.h>
 
 #ifdef SIX_ENGINES_CUDA
 #include "stage_c/layernorm_mlp.h"

@@ -5,15 +5,17 @@ from __future__ import annotations
 from beyond.speculation import LLM
 from beyond.speculation.drafts import HostDrafts
 from beyond.speculation.ngram import NgramDrafter
-from beyond.speculation.rows import ShrinkingBlockManager
-from beyond.speculation.sequence import SpeculativeSequence
+from beyond.speculation.rows import shrink
+from beyond.speculation.sequence import Guesses, guessing_sequence
 from labs.driving import Compared, numbers
 from labs.tests.support import Values, completion_of, some
 from stage_a_naive.sampling import SamplingParams
+from stage_d_paged.block_manager import BlockManager
+from stage_e_batching.step import BatchSequence
 
 
-def sequence_of(tokens: list[int], max_tokens: int = 500) -> SpeculativeSequence:
-    return SpeculativeSequence(completion_of(tokens, max_tokens))
+def sequence_of(tokens: list[int], max_tokens: int = 500) -> BatchSequence:
+    return guessing_sequence(completion_of(tokens, max_tokens))
 
 
 class TestFind:
@@ -36,12 +38,13 @@ class TestFind:
     def test_a_token_is_entered_once(self) -> Values:
         sequence, drafter = sequence_of(list(range(1000))), NgramDrafter(4, 3)
         drafter._find(sequence)
-        positions = sequence.memory.positions = CountingDict(sequence.memory.positions)
+        index = sequence.guesses.memory
+        positions = index.positions = CountingDict(index.positions)
         for token in range(5):
             sequence.token_ids.append(2000 + token)
             drafter._find(sequence)
         yield "n-grams entered for 5 new tokens", Compared(positions.entered, most=5)
-        yield "the index of the last call is used again, and no new one made", sequence.memory.positions is positions
+        yield "the index of the last call is used again, and no new one made", sequence.guesses.memory is index
 
 
 class CountingDict(dict):
@@ -102,19 +105,19 @@ class TestCountRight:
 class TestShrink:
     def test_blocks_past_the_certain_tokens_are_free(self) -> Values:
         for computed in (8, 9, 11, 12, numbers.randint(1, 12)):
-            manager, sequence = ShrinkingBlockManager(10, 4), sequence_of(list(range(12)))
+            manager, sequence = BlockManager(10, 4), sequence_of(list(range(12)))
             assert manager.allocate(sequence, 20)
             table = list(sequence.block_table)
             sequence.num_computed_tokens = computed
             for time in (1, 2):
-                manager.shrink(sequence)
+                shrink(manager, sequence)
                 given = f"20 tokens have blocks of 4, {computed} are certain, call {time}"
                 yield f"{given}: blocks that stay", [table.index(block) for block in sequence.block_table]
                 yield f"{given}: free blocks of 10", manager.num_free
                 manager.check_invariants([sequence])
 
     def test_they_are_handed_out_before_blocks_that_can_be_found(self) -> Values:
-        manager = ShrinkingBlockManager(4, 4)
+        manager = BlockManager(4, 4)
         cached = sequence_of(list(range(100, 108)))
         manager.allocate(cached, 8)
         cached.num_computed_tokens = 8
@@ -123,7 +126,7 @@ class TestShrink:
         sequence = sequence_of(list(range(4)))
         manager.allocate(sequence, 8)
         sequence.num_computed_tokens = 4
-        manager.shrink(sequence)
+        shrink(manager, sequence)
         manager.allocate(sequence_of([50]), 1)
         found = manager.count_cached_tokens(sequence_of(list(range(100, 109))))
         yield "a freed block is taken before cached ones: tokens still in the cache", found
@@ -144,19 +147,19 @@ class TestSettle:
             [0, 0, 1],
         ]
         for rights in [*cases, *(some(numbers.randint(1, 9), 0, 4) for _ in range(30))]:
-            sequence = sequence_of(list(range(10)))
+            guesses = Guesses()
             for right in rights:
-                sequence.settle(right)
+                guesses.settle(right, 10)
             given = f"10 tokens, verifications with {rights} right"
             yield (
                 f"{given}: the balance, num_right - COST each, up to MOST_CREDIT, and 0 when a pause begins",
-                sequence.balance,
+                guesses.balance,
             )
             yield (
                 f"{given}: resume_at; the pause doubles with every loss that no credit pays",
-                max(sequence.resume_at, 10),
+                max(guesses.resume_at, 10),
             )
-            yield f"{given}: the next pause; a gain of more than COST brings FIRST_PAUSE back", sequence.pause
+            yield f"{given}: the next pause; a gain of more than COST brings FIRST_PAUSE back", guesses.pause
 
 
 class TestWholeStage:

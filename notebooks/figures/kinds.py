@@ -35,6 +35,8 @@ def draw_kinds(recordings: list[Recording]) -> Picture:
     totals = [f"{len(r.spans) / r.steps:.0f}" for r in recordings]
     draw_bars(axes, [r.name for r in recordings], bars, totals, edgecolor="#888888", linewidth=0.4, height=0.6)
     figure.legend(loc="outside upper center", frameon=False, ncols=3, fontsize=9)
-    return Picture(
-        figure, f"how many kernels of each kind a decode step of {', '.join(r.name for r in recordings)} runs"
-    )
+    counted = [
+        f"{r.name}: {', '.join(f'{own[kind] / r.steps:.0f} {kind}' for kind in colours if own[kind])}"
+        for r, own in zip(recordings, counts, strict=True)
+    ]
+    return Picture(figure, f"kernels in one decode step, by kind; {'; '.join(counted)}")

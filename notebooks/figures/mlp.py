@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -12,7 +13,18 @@ from torch import Tensor
 from benchmarks.micro import one_thread, take_turns
 from benchmarks.micro.mlp import random_layer
 from benchmarks.pictures.picture import BLUE, GREEN, ORANGE, Picture, draw_lines, new_panel
+from benchmarks.results import of_kind
 from benchmarks.timing import call_seconds, measure_ceilings
+
+
+def h200_ceilings() -> tuple[float, float]:
+    """Return operations and bytes per second of an H200, as the lessons print them: medians of the overview's files."""
+    found = [
+        file["ceilings"]
+        for file in of_kind("engines")
+        if file["options"]["model"] == "random:qwen2.5-0.5b" and not file["options"].get("study")
+    ]
+    return tuple(median(own[name] for own in found) for name in ("matmul_operations_per_s", "copy_bytes_per_s"))
 
 
 @one_thread()
@@ -50,4 +62,6 @@ def draw_block(
         label = f"floor, the weights read once: {1e3 * floor:.2g} ms"
         axes.axhline(1e3 * floor, color="black", linestyle="--", label=label)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return Picture(figure, "the time of the MLP block over its rows")
+    drawn = [f"{name}: {', '.join(f'{ms:.3g}' for ms in times_ms.values())}" for name, times_ms, *_ in lines]
+    of_rows = f"ms for {', '.join(map(str, rows))} rows"
+    return Picture(figure, f"the time of the MLP block over its rows; {of_rows}; {'; '.join(drawn)}")
