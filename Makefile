@@ -144,7 +144,7 @@ lint: $(call WITH,dev) ## check format, style, the direction of imports, and typ
 doctor: ## say what this machine has, what each stage will use on it, and what to install for more
 	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m tools.doctor $(ARGS)
 
-export: ## one stage with all that it needs, in a folder of its own: make export STAGE=d OUT=folder
+export: ## one stage with all that it needs, in a separate folder: make export STAGE=d OUT=folder
 	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m tools.export "$(STAGE)" $(if $(OUT),"$(OUT)",$(error into which folder? make export STAGE=d OUT=folder))
 
 BEFORE_b := A

@@ -26,7 +26,8 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ from tools.doctor import cpu_name, driver_version
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
+PEERS = ("vllm", "nanovllm", "minisgl")  # modules of other projects' engines
 LEAST_REPEATS = 3
 
 
@@ -59,7 +61,16 @@ def versions() -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    for module in filter(find_spec, PEERS):
+        found |= {name: version_and_commit(name) for name in packages_distributions()[module]}
     return found | {"cuda": torch.version.cuda, "driver": driver_version()}
+
+
+def version_and_commit(package: str) -> str:
+    """Return an installed package's version, and its commit if pip installed it from a repository."""
+    origin = json.loads(distribution(package).read_text("direct_url.json") or "{}")
+    commit = origin.get("vcs_info", {}).get("commit_id", "")
+    return " ".join(filter(None, [version(package), commit and f"commit {commit[:10]}"]))
 
 
 def device_description() -> dict[str, object]:

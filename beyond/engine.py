@@ -54,6 +54,7 @@ from stage_f_graph_tp import llm as stage_f
 from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.last_tokens import LastTokens
+from stage_f_graph_tp.megakernel import build_early
 from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import TokenSource
 
@@ -106,6 +107,8 @@ class LLM(stage_f.LLM):
         ngram = self._drafter = NgramDrafter(length) if guesses == "ngram" else None
         if options.num_ranks > 1:
             return self._build_on_ranks(rows, seed)
+        if options.uses("megakernel") and not options.uses_eight_bits:
+            build_early(ModelConfig.from_hf(self.source.config), self.dtype, self.device)
         runtime = divide_pool(load_quantized_runtime(self.source, rows, self.device, self.dtype, seed), rows)
         drafting = self._load_draft(runtime, seed) if guesses == "model" else None
         guess = partial(guess_of_table, ngram) if ngram is not None and options.guesses_ahead else draft_of
@@ -157,7 +160,7 @@ class LLM(stage_f.LLM):
         return make_drafter(drafting, kv_cache, self.options, constraints)
 
     def _engine(self) -> Engine:
-        """Make the ring: its depth is 0, 1 or that of the micro-batches, and its drafts may wait for tokens."""
+        """Make the engine: its depth is 0, 1 or that of the micro-batches, and its drafts may wait for tokens."""
         options, scheduler = self.options, self._scheduler()
         drafts, counters = None, Counters()
         if self._drafter is not None:

@@ -114,7 +114,7 @@ def _find_python(text: str, name: str) -> Span:
     else:
         before_body = _signature_end(text, scope.lineno)
     if before_body >= scope.end_lineno:
-        raise BodyNotFound(f"{name} has no body of its own")
+        raise BodyNotFound(f"{name} has no separate body")
     indent = " " * scope.body[0].col_offset
     return Span(starts[first - 1], starts[scope.end_lineno], starts[before_body], starts[scope.end_lineno], indent)
 

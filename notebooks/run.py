@@ -87,7 +87,7 @@ def source_hash(notebook: NotebookNode) -> str:
 
 
 def execute(path: Path, on_cell: Callable[[], None] | None = None) -> NotebookNode:
-    """Run a notebook from its first cell to its last in a kernel of its own, and return it with fresh outputs.
+    """Run a notebook from its first cell to its last in a fresh kernel, and return it with fresh outputs.
 
     Args:
         on_cell: called as each cell begins.

@@ -53,9 +53,8 @@ class LLM(Frontend):
         return {}
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
-        arrival = synchronized_time(self.device)
         progress = progress_bar(requests, desc="generate", unit="request") if use_tqdm else requests
-        return [self._generate_one(request, arrival, on_text) for request in progress]
+        return [self._generate_one(request, request.arrival_time, on_text) for request in progress]
 
     @torch.inference_mode()
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:

@@ -126,11 +126,12 @@ class LLM(NaiveLLM):
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         with self._settings():
+            built = self.build_time
             for request in requests:
                 self._prepare(request)
-            arrival = synchronized_time(self.device)
+            built = self.build_time - built  # compiling is no part of the first token's time
             progress = progress_bar(requests, desc="generate", unit="request") if use_tqdm else requests
-            return [self._generate_one(request, arrival, on_text) for request in progress]
+            return [self._generate_one(request, request.arrival_time + built, on_text) for request in progress]
 
     def _generate_one(self, request: Request, arrival: float, on_text: OnText | None) -> GenerationOutput:
         completion = Completion(request, self.tokenizer, self.eos_token_ids, self.max_model_len, on_text is None)

@@ -189,7 +189,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say("another process is building the extension; waiting for it")
+            _say("the extension is being built already; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stage_a_naive.contract.logprobs import PromptLogprobs
-from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request, synchronized_time
+from stage_a_naive.contract.outputs import Completion, GenerationOutput, OnText, Request
 from stage_a_naive.contract.params import SamplingParams
 from stage_a_naive.contract.requests import only_answer
 from stage_a_naive.entrypoints.frontend import Frontend
@@ -89,7 +89,6 @@ class LLM(Frontend):
         return request
 
     def _generate(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
-        arrival = synchronized_time(self.device)
         engine = self.engine
         added = self._stepping or ()
         engine.drop([sequence for sequence in engine.unfinished if sequence not in added])  # of an earlier call
@@ -107,7 +106,7 @@ class LLM(Frontend):
                             bar.update(sequence.is_finished)
         finally:  # also after an error or Ctrl-C, so that no request of this call keeps a block
             engine.drop([sequence for sequence in sequences if not sequence.is_finished])
-        return [s.completion.to_output(arrival, *s.times, s.num_cached_tokens) for s in sequences]
+        return [s.completion.to_output(s.request.arrival_time, *s.times, s.num_cached_tokens) for s in sequences]
 
     def _score(self, prompt_token_ids: list[int], count: int) -> PromptLogprobs:
         scoring = Scoring([prompt_token_ids], count, self.runtime.model, self.kv_cache)

@@ -1,15 +1,15 @@
-"""The engine: a ring of four operations that every step goes through.
+"""The engine: every step is four operations.
 
     schedule      which sequences run, how much of each            (scheduler.py, plain Python)
     launch        the model and the sampler, without waiting       (runner.py, the device)
     collect       wait for the tokens
     postprocess   add them, free the blocks of sequences that have ended
 
-The ring's *depth* is the number of steps that stay in flight after a launch. With depth 0 the engine waits for the
+The engine's *depth* is the number of steps that stay in flight after a launch. With depth 0 the engine waits for the
 tokens of each step at once: schedule, run, postprocess. With depth 1 it launches the next step before it fetches the
 tokens of the last one.
 
-The ring has no lock and does not know its callers: see `calls/` for those, and `parts.py` for the interfaces of its
+The engine has no lock and does not know its callers: see `calls/` for those, and `parts.py` for the interfaces of its
 parts.
 """
 

@@ -1,4 +1,4 @@
-"""The interfaces of the parts that the ring uses."""
+"""The interfaces of the parts that the engine uses."""
 
 from __future__ import annotations
 

@@ -43,7 +43,6 @@ class BatchSequence(Sequence):
     num_preemptions: int = 0  # times its blocks were taken away
     highest_computed: int = 0  # most tokens computed before it lost its blocks: tokens below that are computed again
     times_overtaken: int = 0  # later requests that were admitted earlier
-    arrival_time: float = 0.0  # seconds on the monotonic clock
     num_in_flight: int = 0  # tokens that were launched and are not known yet
 
     guesses: Any = None  # what an engine that guesses tokens ahead knows about it
@@ -74,7 +73,7 @@ class BatchSequence(Sequence):
         self.first_scheduled_time = self.first_scheduled_time or now
         self.first_token_time = self.first_token_time or now
         self.finish_time = now
-        self.output = self.completion.to_output(self.arrival_time, *self.times, self.num_cached_tokens)
+        self.output = self.completion.to_output(self.request.arrival_time, *self.times, self.num_cached_tokens)
 
 
 class ScheduledSequence(NamedTuple):

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
+
+import torch
 
 from stage_d_paged.kv_cache import KVCache
 from stage_d_paged.runtime import Runtime
 from stage_e_batching.sampler import Sampler
 from stage_f_graph_tp.cuda_graph import DecodeGraphs, GraphRecorder, Recorder, capture_sizes
-from stage_f_graph_tp.forward import Layers
+from stage_f_graph_tp.forward import Layers, StepOutput
 from stage_f_graph_tp.head import Head
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.last_tokens import LastTokens, Tokens
 from stage_f_graph_tp.megakernel import choose_decode_step
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.prefill_graphs import prefill_sizes
+from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
 from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import StepBuffers, largest_input
+
+
+def to_stderr(line: str) -> None:
+    """Print a line to stderr."""
+    print(line, file=sys.stderr)
 
 
 def compose_runner(
@@ -41,15 +49,11 @@ def compose_runner(
     batch = batch or InputBatch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
     if tokens is None:
         tokens = LastTokens(options.max_num_seqs, runtime.device)
-    runner = StepRunner(
-        batch,
-        make_buffers(runtime, options, batch),
-        sampler,
-        Layers(runtime.model, kv_cache, tokens),
-        Head(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens),
-        forwards=choose_megakernel(runtime, kv_cache, tokens, batch, options),
-        graphs=graphs,
-    )
+    buffers, layers = make_buffers(runtime, options, batch), Layers(runtime.model, kv_cache, tokens)
+    head = Head(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens)
+    compile_steps(runtime, options, batch, buffers, layers, head)
+    megakernel = choose_megakernel(runtime, kv_cache, tokens, batch, options)
+    runner = StepRunner(batch, buffers, sampler, layers, head, forwards=megakernel, graphs=graphs)
     record_graphs(runner, runtime, options, options.max_num_seqs)
     return runner
 
@@ -58,6 +62,45 @@ def make_buffers(runtime: Runtime, options: GraphOptions, batch: InputBatch) -> 
     """Allocate memory for the input of the largest step."""
     most_seqs = options.max_num_seqs + 1  # 1 for padding
     return StepBuffers(largest_input(options.max_num_batched_tokens, most_seqs, batch.max_blocks), runtime.device)
+
+
+@torch.inference_mode()
+def compile_steps(
+    runtime: Runtime,
+    options: GraphOptions,
+    batch: InputBatch,
+    buffers: StepBuffers,
+    layers: Layers,
+    head: Head,
+    report: Callable[[str], None] = to_stderr,
+) -> None:
+    """Compile the Triton kernels of all steps in parallel, on a GPU; `report` is called with one line.
+
+    The kernels of a number of tokens are those of the next power of two, up to 256, so only these steps are tried.
+    """
+    if runtime.device.type != "cuda" or runtime.backend.name == "reference":
+        return
+    from stage_f_graph_tp.compile_kernels import compile_kernels  # here: only a GPU needs Triton
+
+    tokens, limits = layers.tokens, (batch.max_blocks, batch.max_model_len)
+    decodes = DecodeGraphs(capture_sizes(options.max_num_seqs), *limits, tokens.num_slots)
+    sizes = prefill_sizes(min(options.max_num_batched_tokens, 256))
+    prefills = PrefillGraphs(sizes, tokens.num_slots, *limits, tokens)
+
+    def run() -> None:
+        for graphs in (prefills, decodes):
+            for shape in graphs.shapes:
+                if shape.num_tokens.bit_count() == 1:
+                    tokens.by_slot.zero_()  # a kernel that was not launched has sampled any number
+                    graphs.body(shape, buffers, layers.run, head)()
+        if head.makes_logits and options.uses("megakernel"):
+            logits = torch.empty(1, runtime.config.vocab_size, device=runtime.device)  # float32, as the megakernel's
+            decodes.body(decodes.shapes[0], buffers, lambda *_: StepOutput(logits=logits), head)()
+        tokens.by_slot.zero_()
+
+    start = time.perf_counter()
+    compile_kernels(run)
+    report(f"Triton kernels: ready in {time.perf_counter() - start:.1f} s")
 
 
 def choose_megakernel(
@@ -76,7 +119,7 @@ def record_graphs(
     runtime: Runtime,
     options: GraphOptions,
     most_decodes: int,
-    report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    report: Callable[[str], None] = to_stderr,
     watch: Callable[[Recorder], Recorder] = lambda record: record,
 ) -> None:
     """Record a runner's steps as CUDA graphs, if the options and the device allow it.

@@ -18,7 +18,6 @@ All graphs share one memory pool: they never run at the same time.
 
 from __future__ import annotations
 
-import gc
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -190,6 +189,5 @@ class DecodeGraphs(StepGraphs):
 def _used_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    gc.collect()
     torch.cuda.empty_cache()  # cached memory does not count as used; recording empties the cache too
     return torch.cuda.memory_reserved(device)

@@ -2,7 +2,7 @@
 
     megakernel       a few decodes: one launch up to the sampled tokens      (megakernel_steps.py)
     decode graphs    decodes: one replay up to the sampled tokens            (cuda_graph.py)
-    prefill graphs   up to some thousand tokens: one replay, final states    (prefill_graphs.py)
+    prefill graphs   up to some thousand tokens: one replay                  (prefill_graphs.py)
     layers           every step: launched kernel by kernel, final states     (here)
 
 The head and the sampler (`head.py`) then compute the outputs that the forward did not produce. A graph is recorded from

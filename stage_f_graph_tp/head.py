@@ -91,7 +91,10 @@ class Head:
         return []
 
     def sample(self, output: StepOutput, inputs: StepInput[Tensor], shape: StepShape) -> StepOutput:
-        """Choose a token for every row of final states or logits, and keep it for the next step."""
+        """Choose a token for each of the step's `num_samples` rows, and keep it for the next step."""
+        hidden, count = output.hidden, shape.num_samples
+        if hidden is not None and len(hidden) > count:
+            output = output._replace(hidden=hidden.index_select(0, inputs.sample_tokens[:count]))
         rows = output.hidden if output.logits is None else output.logits
         assert rows is not None
         output = self.choose(output, inputs.sampling.first(len(rows)))
@@ -130,9 +133,7 @@ class Head:
             assert output.kept is not None
             return InFlight(SampledTokens(output.kept, output.kept), output.kept, check=output.check)
         if output.ids is None:
-            if output.hidden is not None and count < shape.num_tokens:
-                output = output._replace(hidden=output.hidden.index_select(0, inputs.sample_tokens[:count]))
-            output = self.sample(output, inputs, shape)
+            output = self.sample(output, inputs, shape._replace(num_samples=count))
         assert output.kept is not None
         sampled = SampledTokens(output.kept[:count], output.kept[:count])
         if needs & self.completes:

@@ -1,6 +1,6 @@
 """The engine with the CPU out of the loop, and more GPUs.
 
-    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (stage E's ring)
+    schedule n + 1 -> launch n + 1 -> tokens of n -> postprocess n            (stage E's engine)
                       one graph replay, or eager with fused kernels           (runner.py, cuda_graph.py)
                       on every rank                                           (ranks.py, tensor_parallel/)
 
@@ -24,6 +24,7 @@ from stage_e_batching.runner import ModelRunner
 from stage_f_graph_tp.compose import compose_runner
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.kernels import choose_layers
+from stage_f_graph_tp.megakernel import build_early
 from stage_f_graph_tp.options import GraphOptions
 from stage_f_graph_tp.runner import StepRunner
 
@@ -71,13 +72,15 @@ class LLM(stage_e.LLM):
             raise
 
     def _engine(self) -> Engine:
-        """Make stage E's ring; with overlap it launches a step before it fetches the tokens of the last one."""
+        """Make stage E's engine; with overlap it launches a step before it fetches the tokens of the last one."""
         depth = 1 if self.options.uses("overlap") else 0
         return Engine(self._scheduler(), self.runner, depth=depth, trace=self.trace)
 
     def _build(self, seed: int) -> tuple[Runtime, StepRunner | ModelRunner]:
         if self.options.tensor_parallel_size > 1:
             return self._build_ranks(seed)
+        if self.options.uses("megakernel"):
+            build_early(ModelConfig.from_hf(self.source.config), self.dtype, self.device)
         runtime = load_runtime(self.source, self.options, self.device, self.dtype, seed, patch=choose_layers)
         sampler = stage_e.make_sampler(runtime, self.options)
         kv_cache = runtime.make_pool(choose_num_blocks(runtime, self.options))

@@ -10,18 +10,22 @@ as long. The launches are the same for all prompts of one length, so they can be
 * a step with a single prompt has a separate graph, in which no program looks for other sequences;
 * padding tokens write no KV (slot -1). In a mixture they form one more sequence, whose context is empty.
 
-The graph ends with the model's final states. The LM head and the sampler run after it, on the sampled rows only: the
-CPU launches them while the GPU is still busy with the graph. Above the largest size the GPU takes longer than the CPU
-needs for the launches, so the step runs eagerly.
+The graph of a single prompt goes on to the sampled token, like that of a decode step. A mixture's graph ends with the
+model's final states: the LM head and the sampler run after it, on the sampled rows only, and the CPU launches them
+while the GPU is still busy with the graph. Above the largest size the GPU takes longer than the CPU needs for the
+launches, so the step runs eagerly.
+
+A graph is recorded when a step first needs it, so the engine starts sooner and no graph is recorded in vain.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
+import torch
 from torch import Tensor
 
-from stage_f_graph_tp.cuda_graph import NOTHING, Body, Compute, StepGraphs
+from stage_f_graph_tp.cuda_graph import NOTHING, Body, Compute, Recorded, Recorder
 from stage_f_graph_tp.forward import StepHead, StepOutput
 from stage_f_graph_tp.last_tokens import Tokens
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape
@@ -40,8 +44,8 @@ def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
     return [*(size for size in SIZES if size < top), top]
 
 
-class PrefillGraphs(StepGraphs):
-    """The layers recorded for every size, once for a single prompt and once for any mixture.
+class PrefillGraphs:
+    """Recorded steps for every size, once for a single prompt and once for any mixture.
 
     Args:
         sizes: numbers of tokens, ascending.
@@ -56,6 +60,7 @@ class PrefillGraphs(StepGraphs):
     ) -> None:
         self._sizes = sizes
         self._tokens = tokens
+        self._recorded: dict[StepShape, Recorded] = {}
 
         def shape_of(num_tokens: int, seqs: int) -> StepShape:
             return StepShape(num_tokens, seqs, seqs, table_width, 0, num_tokens, max_model_len)
@@ -63,7 +68,7 @@ class PrefillGraphs(StepGraphs):
         self._alone = {size: shape_of(size, 1) for size in sizes}
         # One sequence more than can run: the one that the padding tokens form.
         self._mixed = {size: shape_of(size, min(size, max_num_seqs) + 1) for size in sizes}
-        super().__init__("prefill", [shape for size in sizes for shape in (self._alone[size], self._mixed[size])])
+        self.shapes = [shape for size in sizes for shape in (self._alone[size], self._mixed[size])]
 
     def takes(self, shape: StepShape) -> StepShape | None:
         """Return the recorded shape that can run `shape`, with its decodes; None if there is none."""
@@ -75,25 +80,48 @@ class PrefillGraphs(StepGraphs):
 
     def pad(self, host: StepInput, exact: StepShape) -> None:
         """Pad the tokens and sequences that `exact` leaves unfilled."""
-        tokens, seqs = exact.num_tokens, exact.num_seqs
+        tokens, seqs, samples = exact.num_tokens, exact.num_seqs, exact.num_samples
         host.input_ids[tokens:] = 0
         host.positions[tokens:] = 0
         host.slot_mapping[tokens:] = -1
         host.context_lens[seqs:] = 0
         host.cu_seqlens_q[seqs + 1 :] = len(host.input_ids)  # the first padding sequence takes all padding tokens
+        host.sample_slots[samples:] = self._tokens.num_slots  # of a chunk that is not its prompt's last
+        for array in (host.sample_tokens, *host.sampling):
+            array[samples:] = 0
+
+    def record_steps(
+        self, record: Recorder, buffers: StepBuffers, compute: Compute, head: StepHead, device: torch.device
+    ) -> str:
+        """Keep the parts that run a step without a graph, to record it when it is needed; returns a line about that."""
+        self._record, self._parts = record, (compute, head)
+        return f"CUDA graphs: prefill steps of up to {self._sizes[-1]} tokens are recorded when first needed"
 
     def body(self, shape: StepShape, buffers: StepBuffers, compute: Compute, head: StepHead) -> Body:
-        """Return the step to record for this shape: the layers only."""
+        """Return a step of this shape that is padding only."""
         host = buffers.next_host(shape)
         host.cu_seqlens_q[0] = 0
         self.pad(host, NOTHING)
         inputs = buffers.send()
-        return lambda: compute(inputs, shape)
+        return lambda: self._compute(inputs, shape, compute, head)
+
+    def _compute(self, inputs: StepInput[Tensor], shape: StepShape, compute: Compute, head: StepHead) -> StepOutput:
+        output = compute(inputs, shape)
+        return head.sample(output, inputs, shape) if shape.num_seqs == 1 else output
 
     def run(self, inputs: StepInput[Tensor], shape: StepShape, needs: int) -> StepOutput:
-        """Replay a step up to its final states."""
+        """Replay a step; the first time, run and record it."""
         self._tokens.read(inputs, shape)
-        size = shape.num_tokens
-        recorded = self._recorded[self._alone[size] if shape.num_seqs == 1 else self._mixed[size]]
+        shape = (self._alone if shape.num_seqs == 1 else self._mixed)[shape.num_tokens]
+        if shape not in self._recorded:
+            outputs: list[StepOutput] = []
+
+            def body() -> StepOutput:
+                outputs.append(self._compute(inputs, shape, *self._parts))
+                return outputs[-1]
+
+            self._recorded[shape] = self._record(body)
+            return outputs[0]  # of the run before the recording
+        recorded = self._recorded[shape]
         recorded.replay()
         return recorded.result

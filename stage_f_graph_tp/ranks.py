@@ -29,7 +29,7 @@ from stage_d_paged.runtime import BuildModel, Runtime, choose_num_blocks, load_r
 from stage_e_batching import parts
 from stage_e_batching.llm import make_sampler
 from stage_e_batching.sampler import RANDOM, SampledTokens, Sampler, SamplerInput
-from stage_f_graph_tp.compose import make_buffers, record_graphs
+from stage_f_graph_tp.compose import compile_steps, make_buffers, record_graphs
 from stage_f_graph_tp.cuda_graph import Body, Recorded, Recorder
 from stage_f_graph_tp.forward import Layers, Run, StepHead, StepOutput
 from stage_f_graph_tp.head import Head, InFlight
@@ -109,14 +109,11 @@ class Job:
         ranks = Ranks(group, workers)
         inputs = batch(options.max_num_seqs, runtime.max_model_len, runtime.block_size)
         tokens = LastTokens(options.max_num_seqs, device)
-        runner = RankRunner(
-            ranks,
-            inputs,
-            make_buffers(runtime, options, inputs),
-            sampler,
-            Layers(runtime.model, runtime.make_pool(num_blocks), tokens),
-            RankHead(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens, ranks),
-        )
+        buffers = make_buffers(runtime, options, inputs)
+        layers = Layers(runtime.model, runtime.make_pool(num_blocks), tokens)
+        head = RankHead(runtime.model, runtime.config.vocab_size, runtime.dtype, sampler, tokens, ranks)
+        compile_steps(runtime, options, inputs, buffers, layers, head, ranks.report)
+        runner = RankRunner(ranks, inputs, buffers, sampler, layers, head)
         record_graphs(runner, runtime, options, options.max_num_seqs, ranks.report, ranks.watch)
         return Rank(runtime, runner, (group,))
 

@@ -93,7 +93,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def capture(self, record: Recorder, sizes: list[int], prefills: Sequence[int] = ()) -> list[str]:
-        """Record decode steps for these numbers of sequences, and prefill steps for these numbers of tokens.
+        """Record decode steps of these numbers of sequences; prefill steps of these numbers of tokens when needed.
 
         Returns:
             a line per kind of step.
@@ -111,7 +111,7 @@ class StepRunner:
         ]
         lines = self.head.prepare([shape for graphs in decodes for shape in graphs.shapes], record)
         parts = self.buffers, self.layers.run, self.head, self.layers.tokens.by_slot.device
-        # Prefill first: its graphs are larger, and the others reuse their memory.
+        # The largest first: the others reuse their memory.
         lines += [forward.record_steps(record, *parts) for forward in reversed(recorded)]
         self.forwards = [*self._first, *decodes, *prefill, self.layers]
         return lines

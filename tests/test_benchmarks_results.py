@@ -195,6 +195,22 @@ def test_the_caption_of_a_study_says_whether_it_has_the_overviews_commit(commit,
     assert f"Measured {why} than the overview's table" in caption(group)[2]
 
 
+@pytest.mark.parametrize("commit", ["", "0123456789abcdef"])
+def test_another_projects_engine_is_named_with_its_commit(tmp_path, monkeypatch, commit):
+    (tmp_path / "nanovllm").mkdir()
+    (tmp_path / "nanovllm/__init__.py").touch()
+    info = tmp_path / "nano_vllm-0.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nano-vllm\nVersion: 0.2\n")
+    (info / "top_level.txt").write_text("nanovllm\n")
+    if commit:
+        origin = {"url": "https://example.org/x.git", "vcs_info": {"vcs": "git", "commit_id": commit}}
+        (info / "direct_url.json").write_text(json.dumps(origin))
+    assert "nano-vllm" not in results.versions()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert results.versions()["nano-vllm"] == ("0.2 commit 0123456789" if commit else "0.2")
+
+
 def test_files_of_one_commit_are_one_table_with_the_samples_of_all():
     parts = [payload(0.01 * (i + 1), range(1)) for i in range(3)]
     [group] = groups(*parts)

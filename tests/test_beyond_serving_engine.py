@@ -217,7 +217,7 @@ def test_what_breaks_a_step_off_is_told_and_the_next_request_is_answered(server,
         assert tokens and last["error"]["type"] == "server_error" and "secret" not in last["error"]["message"]
         assert "secret detail" in capsys.readouterr().err  # the log
         assert not llm.engine.scheduler.has_unfinished()  # already, and not only after the next step
-        assert get(server, "/health").status_code == 503  # it has tried a step of its own, which failed too
+        assert get(server, "/health").status_code == 503  # it has tried another step, which failed too
         wait_until(lambda: get(server, "/health").status_code == 200)  # and this one did not: nobody else need try
     assert ask(server, max_tokens=2).status_code == 200
 
@@ -252,7 +252,7 @@ def news():
 
 @pytest.fixture
 def loop(llm, news):
-    """An engine's loop of its own, which tells its `news`."""
+    """A separate engine loop, which tells its `news`."""
     loop = EngineLoop(llm.calls, lambda now, what: news.put(what))
     yield loop
     loop.close()

@@ -100,8 +100,8 @@ def test_a_request_waits_until_its_first_step_and_one_that_fails_is_counted_as_s
     metrics, [request] = RequestMetrics(), llm.requests(["x"])
     call = Call([request])
     output = {"finish_reason": "stop", "metrics": {"ttft": 3.0, "prefill_time": 2.0}}
-    metrics.observe(call.arrival_time + 7, call, request, Event(0, [], "", output))
-    metrics.observe(call.arrival_time + 9, call, request, Event(1, [], "", error=RuntimeError()))
+    metrics.observe(request.arrival_time + 7, call, request, Event(0, [], "", output))
+    metrics.observe(request.arrival_time + 9, call, request, Event(1, [], "", error=RuntimeError()))
     told = samples(exposition('a "quoted" name', {}, metrics))
     assert told["vllm:request_queue_time_seconds_sum"] == 1
     assert math.isclose(told["vllm:e2e_request_latency_seconds_sum"], 7)

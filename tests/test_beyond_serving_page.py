@@ -51,7 +51,7 @@ def browser():
 
 @pytest.fixture
 def page(browser):
-    page, errors = browser.new_page(), []  # in a context of its own
+    page, errors = browser.new_page(), []  # in a new context
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     yield page

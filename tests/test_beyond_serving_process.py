@@ -115,7 +115,7 @@ def test_an_error_crosses_with_its_traceback_and_the_engine_recovers_by_itself(s
     assert "secret detail" in log and "in the engine's process" in log and "in run_step" in log
     assert "requests that this ended: 1" in log
     assert served.llm.engine_loop.failure is not None
-    wait_until(lambda: get(served, "/health").status_code == 200)  # it has tried a step of its own
+    wait_until(lambda: get(served, "/health").status_code == 200)  # it has tried another step
     assert served.llm.engine_loop.failure is None
 
 

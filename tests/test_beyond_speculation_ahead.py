@@ -174,7 +174,7 @@ def test_blocks_for_guesses_are_given_back_when_none_is_in_flight_and_wrong_ones
             assert spare == 0 or sequence.guesses.num_unsure
             assert sequence.num_indexed_blocks <= len(sequence.token_ids) // manager.block_size
             manager.check_invariants([sequence])
-    assert widest > 0, "no guess ever needed a block of its own"
+    assert widest > 0, "no guess ever needed another block"
 
 
 class Stubborn:

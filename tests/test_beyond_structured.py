@@ -287,10 +287,10 @@ def test_a_draft_ends_where_its_grammar_forbids_it(grammars: Grammars, tokenizer
 @pytest.mark.parametrize(("num_tokens", "guesses"), [(20, [3, 4, 1, 2]), (10, [3, 4]), (8, [])])
 def test_the_host_looks_up_what_the_device_runs_and_no_more(num_tokens: int, guesses: list[int]) -> None:
     answer = SimpleNamespace(
-        sequence=SimpleNamespace(max_total_tokens=num_tokens), token_ids=[9, 1, 2, 3, 4, 1, 2], memory=None
+        sequence=SimpleNamespace(max_total_tokens=num_tokens), token_ids=[9, 1, 2, 3, 4, 1, 2], guesses=None
     )
     assert guess_of_table(NgramDrafter(4, size=2), answer, 4) == guesses
-    answer = SimpleNamespace(sequence=answer.sequence, token_ids=[1, 2, 5], memory=None)
+    answer = SimpleNamespace(sequence=answer.sequence, token_ids=[1, 2, 5], guesses=None)
     assert guess_of_table(NgramDrafter(4, size=2), answer, 2) == [5, 5], "the last token again, where there is none"
 
 

@@ -41,11 +41,12 @@ def test_each_day_has_the_hours_of_what_is_written() -> None:
         assert float(hours) == pytest.approx(sum(MINUTES[name] for name in these) / 60, abs=0.051), these
 
 
-def test_each_answer_of_the_question_bank_names_exercises_that_there_are() -> None:
+def test_each_answer_of_the_question_bank_names_exercises_with_their_titles() -> None:
     questions = re.split(r"^### ", BANK, flags=re.MULTILINE)[1:]
     proofs = re.findall(r" · exercises? (.+)\*$", BANK, flags=re.MULTILINE)
     assert len(questions) == len(proofs) >= 49
-    assert {name for proof in proofs for name in proof.split(", ")} <= MINUTES.keys()
+    titles = {f"{exercise.id} ({exercise.title})" for exercise in all_exercises()}
+    assert {name for proof in proofs for name in re.split(r"(?<=\)), ", proof)} <= titles
 
 
 @pytest.mark.parametrize("letter", load_labs())

@@ -207,7 +207,7 @@ def test_a_program_runs_and_its_idea_changes_the_number(loop: Loop, last_line: C
         assert line in (ROOT / loop.path).with_name("README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(  # those that choose tokens run in the next test, and that in C++ in one of its own
+@pytest.mark.parametrize(  # those that choose tokens run in the next test, and that in C++ in a separate one
     "loop", [row(loop, *[pytest.mark.slow] * bool(loop.answers or loop.path == IN_CPP)) for loop in LOOPS]
 )
 def test_without_the_idea_the_number_is_what_it_was_before(loop: Loop, last_line: Callable[..., str]) -> None:

@@ -43,7 +43,7 @@ def has_image(cell: nbformat.NotebookNode) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # each cell has a limit of its own
+@pytest.mark.timeout(1800)  # each cell has a separate limit
 @each_notebook
 def test_the_notebook_runs(path):
     if path.stem.startswith(("0", "b", "c")) and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++"))):

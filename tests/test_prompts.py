@@ -17,6 +17,7 @@ from stage_a_naive import LLM, SamplingParams
 from stage_a_naive.chat import chatml, note_missing_template, render_chat
 from stage_a_naive.contract.errors import PromptTooLong
 from stage_a_naive.contract.prompts import check_text_length
+from stage_a_naive.entrypoints import frontend
 from stage_d_paged import LLM as PagedLLM
 
 pytestmark = pytest.mark.fast
@@ -103,8 +104,8 @@ def test_what_is_asked_may_come_from_generators(tiny: LLM) -> None:
         assert output["token_ids"] == expected["token_ids"]
 
 
-def test_a_prompt_of_twenty_megabytes_is_refused_before_it_is_cut_into_tokens(own: LLM) -> None:
-    own.tokenizer.encode = None
+def test_a_prompt_of_twenty_megabytes_is_refused_before_it_is_cut_into_tokens(own: LLM, monkeypatch) -> None:
+    monkeypatch.setattr(frontend, "encode_fast", None)
     for text in ("word " * 4_000_000, "é" * 10_000_000):
         with pytest.raises(PromptTooLong, match="characters, which are at least .* tokens; at most 4095 fit"):
             own.generate(text, GREEDY, use_tqdm=False)
@@ -132,6 +133,17 @@ def test_a_text_that_a_tokenizer_may_compose_is_refused_only_if_its_composed_for
     ):
         with nullcontext() if fits else pytest.raises(ValueError, match="at least .* tokens; at most 4 fit"):
             check_text_length(0, text, tokenizer, longest_token=10, max_tokens=4)
+
+
+@pytest.mark.parametrize("text", ["", "abc def", "<|im_start|>user\nx<|im_end|>", " é 中文 👩‍👩‍👧  \n"])
+@pytest.mark.parametrize("split", [False, True])
+def test_text_gets_the_ids_of_transformers_whatever_the_tokenizer_was_asked_before(with_bos, text, split) -> None:
+    tokenizer = with_bos.tokenizer
+    tokenizer.split_special_tokens = split
+    for special in (True, False):
+        tokenizer(["a", "b c d"], padding="max_length", max_length=3, truncation=True, split_special_tokens=not split)
+        got = with_bos.encode(0, text, special)
+        assert got == tokenizer.encode(text, add_special_tokens=special)
 
 
 def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once_for_raw_text_and_for_chats(with_bos: LLM) -> None:

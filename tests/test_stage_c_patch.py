@@ -41,7 +41,7 @@ def test_a_patched_model_gives_the_same_logits_and_a_restored_one_its_own_bits(n
     assert not torch.equal(patched, before)  # else nothing was replaced
     assert torch.equal(after, before)
     weights = [layer.mlp.gate_proj.weight for layer in model.model.layers]
-    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights), "memory of its own again"
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights), "separate memory again"
 
 
 def test_a_patched_model_compiles_as_one_graph():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
+import torch
 from contract.engines import CHATS, ids
 from stand_ins import forwards_of
 
@@ -97,6 +99,41 @@ def test_everything_a_sampler_can_do_goes_through_graphs():
     found = [answers(PROMPTS, params, **options) for options in ({}, {"enforce_eager": True, "without": "overlap"})]
     assert ids(found[0]) == ids(found[1])
     assert [list(top) for top in found[0][3]["logprobs"]] == [list(top) for top in found[1][3]["logprobs"]]
+
+
+@pytest.mark.gpu
+def test_a_single_prompts_graph_samples_what_the_sampler_does_without_it():
+    """Three times each: the first time it is recorded, and a penalty must count the token of that run once."""
+    params = [
+        SamplingParams(temperature=0.8, seed=3, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0, repetition_penalty=1.4, frequency_penalty=0.7, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, max_tokens=6, ignore_eos=True),
+    ]
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 32}
+    found = []
+    for eager in ({}, {"enforce_eager": True, "without": "overlap"}):
+        llm = stage_f_graph_tp.LLM("tutor", dtype="float32", **SMALL, **options, **eager)
+        found.append([ids(llm.generate([PROMPTS[i]], p, False)) for p in params for i in (1, 3, 4) for _ in range(3)])
+        llm.close()
+        del llm
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_compiling_kernels_launches_none_of_them():
+    compile_kernels = pytest.importorskip("stage_f_graph_tp.compile_kernels").compile_kernels
+    elementwise = pytest.importorskip("stage_f_graph_tp.kernels.elementwise")
+    x, weight = torch.randn(2, 7, 96, device="cuda"), torch.rand(96, device="cuda")
+    kernel = elementwise._rms_norm_kernel
+    before = len(kernel.device_caches[0][0])
+    torch.cuda.synchronize()
+    out: list[torch.Tensor] = []
+    with patch.object(torch, "empty_like", lambda like: torch.full_like(like, 5.0)):
+        compile_kernels(lambda: out.append(elementwise.rms_norm(x[0], weight, 1e-6)))
+    assert (out[0] == 5.0).all() and len(kernel.device_caches[0][0]) == before + 1
+    expected = torch.nn.functional.rms_norm(x[1], (96,), weight, 1e-6)
+    torch.testing.assert_close(elementwise.rms_norm(x[1], weight, 1e-6), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp import extension as builder
 from stage_d_paged.config import LayerKind, ModelConfig
 from stage_d_paged.rope import Rope
+from stage_f_graph_tp import megakernel
 from stage_f_graph_tp.megakernel import choose_decode_step, kernel, most_rows
 
 pytestmark = pytest.mark.fast
@@ -48,6 +49,28 @@ def test_the_library_that_is_compiled_is_that_of_the_shape(pretended_toolchain, 
     with pytest.raises(builder.ExtensionError, match="building megakernel_of_shape failed"):
         kernel.load_kernel(SHAPE, torch.float16, 114, trace=True)
     assert library_of(SHAPE, torch.float16, 114, True).parent.exists()
+
+
+@pytest.mark.parametrize(("head_dim", "compiler"), [(64, True), (64, False), (96, True)])
+def test_libraries_are_built_early_where_a_model_and_a_machine_can_use_them(monkeypatch, head_dim, compiler):
+    def require_cuda() -> None:
+        if not compiler:
+            raise builder.ExtensionError("no nvcc")
+
+    def thread(target, args, daemon) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: target(*args))
+
+    built = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(megakernel, "threading", SimpleNamespace(Thread=thread))
+    monkeypatch.setattr(megakernel, "plan", lambda name: SimpleNamespace(require_cuda=require_cuda))
+    monkeypatch.setattr(megakernel, "load_extension", built.append)
+    monkeypatch.setattr(megakernel, "load_kernel", lambda *shape: built.append(shape))
+    shape = replace(SHAPE, head_dim=head_dim)
+    megakernel.build_early(shape, torch.bfloat16, torch.device("cuda"))
+    megakernel.build_early(shape, torch.bfloat16, torch.device("cpu"))
+    assert built == (["megakernel", (shape, torch.bfloat16, 132)] if head_dim == 64 and compiler else [])
 
 
 def test_the_kernel_is_given_every_size_that_it_asks_for():

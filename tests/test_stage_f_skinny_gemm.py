@@ -236,7 +236,14 @@ def test_for_more_tokens_tiles_are_those_of_the_largest_tensor_core_instructions
     rows = (heads + 2 * kv_heads) * head_dim // 2 / qkv.PAIRS, hidden / out.BLOCK_N, intermediate / gate_up.BLOCK_N
     for launch, tiles in zip((qkv, out, gate_up, down), (*rows, hidden / 64), strict=True):
         programs = tiles * -(-tokens // launch.BLOCK_M) * getattr(launch, "SPLITS", 1)
-        assert programs <= 132 and launch.num_stages * (64 + launch.BLOCK_M) * 256 <= 227 << 10
+        assert programs <= 132
+    heights = 2 * qkv.PAIRS, out.BLOCK_N, 2 * gate_up.BLOCK_N, down.BLOCK_N
+    for launch, height in zip((qkv, out, gate_up, down), heights, strict=True):
+        assert launch.num_stages * (height + launch.BLOCK_M) * launch.BLOCK_K * 2 <= 211 << 10
+        assert launch.num_stages >= 4, "too few loads in flight"
+    tokens_of_tiles = {launch.BLOCK_M for launch in (qkv, out, gate_up, down)}
+    run_at_once = {"qwen2.5-0.5b": 128, "qwen3-0.6b": 0, "llama-3.2-1b": 64}[model]  # up to this many tokens
+    assert (16 in tokens_of_tiles) == (32 < tokens <= run_at_once), "more programs, where they run at once"
 
 
 @pytest.mark.usefixtures("pretended_gpus")
@@ -272,3 +279,16 @@ def test_compiled_for_hopper_64_weight_rows_are_multiplied_from_shared_memory(ro
     types |= dict.fromkeys(("arrival_counters", "peers"), "*i32")
     found = compiled_for_hopper(product_add_kernel, types, constants, ("x_stride", "residual_stride"), num_stages=8)
     assert ("wgmma.mma" in found) == (rows == 64) and ("mma.sync" in found) == (rows == 32)
+
+
+def test_compiled_for_hopper_the_halves_of_a_product_are_separated_in_registers():
+    """If a pair's results were in two threads, they would pass through shared memory number by number."""
+    pytest.importorskip("triton")
+    from stage_f_graph_tp.kernels.skinny_gemm_kernels import gate_up_silu_kernel
+
+    constants = {"SIZE": 896, "PARTS": 16, "INTERMEDIATE": 4864, "PDL": True, "BLOCK_N": 32, "BLOCK_M": 64}
+    constants |= {"BLOCK_K": 128, "PRECISION": "tf32"}
+    types = dict.fromkeys(gate_up_silu_kernel.arg_names, "i32") | {"squares": "*fp32", "eps": "fp32"}
+    types |= dict.fromkeys(("x", "weight", "out"), "*bf16")
+    found = compiled_for_hopper(gate_up_silu_kernel, types, constants, ("x_stride",), num_stages=3)
+    assert found.count("st.shared") < 12

@@ -41,9 +41,9 @@ TILED = (("pairs", 1), ("pairs", 8), ("blocks", 8), ("blocks", 32), ("blocks", 2
 FEW = (1, 8, 32, 256)  # requests on ranks
 DIVIDED = {  # ways to divide the experts among ranks
     "parts of experts": {},
-    "whole experts, sum": {"expert_parallel": "sum"},
+    "whole experts, `sum`": {"expert_parallel": "sum"},
     "parts of experts, no graphs": {"enforce_eager": True},
-    "whole experts, all-to-all, no graphs": {"expert_parallel": "all_to_all", "enforce_eager": True},
+    "whole experts, `all_to_all`, no graphs": {"expert_parallel": "all_to_all", "enforce_eager": True},
 }
 OPTIONS = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 256, "attention_backend": "triton"}
 OPTIONS |= {"num_kvcache_blocks": 1024, "kvcache_block_size": 64}

@@ -1,7 +1,7 @@
 """Eight bits: bytes that a step reads, kernels, whole steps, quality, and torchao's weights compared with ours.
 
     python -m benchmarks.micro quantized part=bytes      # counted; so are `quality` and `library` on any machine
-    python -m benchmarks.micro quantized part=kernels    # timed on a GPU, as `step` is
+    python -m benchmarks.micro quantized part=kernels    # timed on a GPU, as `step` and `library_kernels` are
 
 *bytes*: the bytes that a decode step reads, by the shapes of the models, and how many sequences fit next to the
 weights. The engine loads each model on PyTorch's `meta` device, so the bytes are counted from its tensors. On a GPU it
@@ -11,15 +11,17 @@ a CUDA graph of a step as the engine runs it, compared with the floor of its byt
 tutor's FAQ in a forward pass after its question, in the wording that it was trained on and in unseen wordings. An
 answer is exact if its token is the best one at every position; KL is the mean over positions of
 KL(unquantised || quantised), in nats. A `random:` model has no answers: it reads the same text. *library*: the values
-that torchao stores, and the quality of the transformers model with torchao's layers.
+that torchao stores, and the quality of the transformers model with torchao's layers. *library_kernels*: torchao's int8
+products beside ours, in CUDA graphs as in *kernels*, run by PyTorch as they are and compiled.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -54,7 +56,7 @@ def measure(part: str = "bytes", device: str = "auto", models: tuple[str, ...] =
     """Measure one part of the study.
 
     Args:
-        part: bytes, kernels, step, quality or library.
+        part: bytes, kernels, step, quality, library or library_kernels.
         device: of `quality`.
         models: of `step`.
 
@@ -62,7 +64,7 @@ def measure(part: str = "bytes", device: str = "auto", models: tuple[str, ...] =
         ValueError: the part does not exist, or a GPU or library that it needs is missing.
     """
     given = {"step": {"models": models}, "quality": {"device": device}}.get(part, {})
-    return {"part": part} | chosen(PARTS, part, on_gpu=("kernels", "step"))(**given)
+    return {"part": part} | chosen(PARTS, part, on_gpu=("kernels", "step", "library_kernels"))(**given)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -142,16 +144,16 @@ MATRICES = (
 )
 
 
-def time_products() -> Iterator[dict]:
+def time_products(formats: Sequence[str] = COLUMNS, tokens: Sequence[int] = TOKENS) -> Iterator[dict]:
     """Time every matrix in every format at every number of tokens."""
-    for matrix, name in itertools.product(MATRICES, COLUMNS):
+    for matrix, name in itertools.product(MATRICES, formats):
         torch.manual_seed(0)
         weight = torch.randn(matrix.rows, matrix.columns, device="cuda", dtype=DTYPE) * matrix.columns**-0.5
         weight = [weight] if name == "bfloat16" else list(quantize_matrix(weight, FORMATS[name]))
         size = sum(tensor.nbytes for tensor in weight)
         copies = [[tensor.clone() for tensor in weight] for _ in range(max(2, CYCLE_BYTES // size))]
         weights = [Quantized(*own) if len(own) > 1 else own[0] for own in copies]
-        for count in TOKENS:
+        for count in tokens:
             samples = graph_seconds([product_of(matrix, weight, count) for weight in weights], KERNEL_REPEATS)
             yield timed(samples, what="product", case=matrix.name, format=name, tokens=count, bytes=size)
 
@@ -361,16 +363,44 @@ def score(texts: list[Text], logits: list[Tensor]) -> dict[str, float]:
 FORMAT_OF = {"int8": ("int8", None), "int8 / 128": ("int8", 128), "fp8": ("fp8", None)}  # name, group size
 
 
+def torchao_quantization() -> ModuleType:
+    """Import the library.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import torchao.quantization
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}; pip install -c constraints.txt -e .[compare]") from error
+    return torchao.quantization
+
+
+@torch.inference_mode()
+def time_library() -> dict:
+    """Time torchao's int8 products of one token and of 32, and ours of the same matrices."""
+    ao, tokens = torchao_quantization(), TOKENS[:2]
+    rows = list(time_products(COLUMNS[:2], tokens))
+    for matrix in MATRICES:
+        copies = max(2, CYCLE_BYTES // (matrix.rows * matrix.columns))
+        layers = [torch.nn.Linear(matrix.columns, matrix.rows, False, "cuda", DTYPE) for _ in range(copies)]
+        ao.quantize_(torch.nn.Sequential(*layers), ao.Int8WeightOnlyConfig(granularity=ao.PerRow()))
+        torch.compiler.reset()
+        for way, product in {"torchao": F.linear, "torchao, compiled": torch.compile(F.linear, dynamic=False)}.items():
+            for count in tokens:
+                x = torch.randn(count, matrix.columns, device="cuda", dtype=DTYPE)
+                launches = [lambda x=x, w=layer.weight, product=product: product(x, w) for layer in layers]
+                samples = graph_seconds(launches, KERNEL_REPEATS)
+                rows.append(timed(samples, what="product", case=matrix.name, format=way, tokens=count))
+    return {"rows": rows, "libraries": {"torchao": version("torchao")}}
+
+
 @torch.inference_mode()
 def compare_library() -> dict:
     """Quantise the tutor's weights in each format with torchao, and compare."""
-    try:
-        import torchao.quantization as ao
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error}; pip install -c constraints.txt -e .[compare]") from error
     from transformers import AutoModelForCausalLM
 
-    texts, rows = read_texts(), []
+    ao, texts, rows = torchao_quantization(), read_texts(), []
     runtime = load("tutor", "cpu", "auto", {})
     reference = [logits_of(runtime, text) for text in texts]
     for name, (form, group) in FORMAT_OF.items():
@@ -411,4 +441,5 @@ PARTS: dict[str, Callable[..., dict]] = {
     "step": time_steps,
     "quality": rate_quality,
     "library": compare_library,
+    "library_kernels": time_library,
 }

@@ -40,14 +40,14 @@ MOST_TOKENS = 60  # of an answer
 MOST_REASONS = 5  # of wrong answers that are kept
 TABLES = """
 [random-forms]
-corner = "forms, library"
+corner = "constraints, library"
 line = "{forms:,} {kind}, {library}"
 columns."refused" = "{refused:,}"
 columns."answers that ended, wrong ones" = "{ended:,}, {wrong:,}"
 columns."stuck" = "{stuck:,}"
 columns."µs per token" = "{1e6 * median(token_seconds):n}"
 columns."ms to compile" = "{1e3 * median(compile_seconds):n}"
-note = "{result['vocabulary']:,} tokens, {result['answers']} answers per form; {named(result)}"
+note = "{result['vocabulary']:,} tokens, {result['answers']} answers per constraint; {named(result)}"
 """
 
 

@@ -79,7 +79,7 @@ def choose_tiles(
     if block_m == 8:
         tall = 32
         programs = ceil_div(rows * height, tall) * token_blocks
-    resident = max(2, min(4, ceil_div(programs * parts, sm_count)))  # programs that share a multiprocessor's memory
+    resident = max(1, min(4, ceil_div(programs * parts, sm_count)))  # programs that share a multiprocessor's memory
     stages = shared_bytes // resident // ((tall + 2 * block_m) * width)
     return Tiles(tall // height, width, warps, max(2, min(6, stages)), parts)
 
@@ -101,9 +101,11 @@ def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: 
     if block_m == 8 and not splits and height == 1:
         return Tiles(16, 512, warps=2, stages=4, slices=2)
     if block_m == 32 and height == 1 and not splits and is_small:
-        return Tiles(32, 512, warps=4, stages=3, slices=4)
+        return Tiles(16 if columns >= _LARGE_COLUMNS else 32, 512, warps=4, stages=3, slices=4)
     if columns < _LARGE_COLUMNS:
         return None
+    if block_m == 32 and is_wide:
+        return Tiles(64 // height, 128, warps=2, stages=4)
     if block_m == 16 and is_small:
         return Tiles(32 // height, 512, warps=4, stages=4, splits=2 if splits else 1, slices=4)
     if block_m == 64 and is_wide:

@@ -1,4 +1,4 @@
-"""The depth of a pipeline's ring: one batch in flight per stage.
+"""The depth of a pipeline's engine: one batch in flight per stage.
 
     sample batch n - m  ->  schedule and launch batch n  ->  wait for the tokens of batch n - m  ->  postprocess them
 

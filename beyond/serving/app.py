@@ -32,7 +32,7 @@ from beyond.serving.async_llm import AsyncLLM
 from beyond.serving.engine_loop import EngineClosed
 from beyond.serving.event_stream import EventStream, unless_gone
 from beyond.serving.http_errors import App, Endpoint, error_body, error_response, refused_prompt
-from beyond.serving.messages import Messages
+from beyond.serving.messages import routes as message_routes
 from beyond.serving.metrics import exposition
 from beyond.serving.openapi import HEADERS, describe_api, docs_page
 from beyond.serving.protocol import (
@@ -50,7 +50,7 @@ from beyond.serving.protocol import (
 )
 from beyond.serving.reasoning import ChatOptions
 from beyond.serving.request_log import RequestLog
-from beyond.serving.responses import Responses
+from beyond.serving.responses import routes as response_routes
 from beyond.serving.tools import tool_format
 from stage_a_naive.contract.errors import shown
 from stage_a_naive.contract.logprobs import PromptLogprobs
@@ -126,8 +126,8 @@ class Api:
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi, methods=["GET"]),
             Route("/docs", self.docs, methods=["GET"]),
-            *Messages(self).routes(),
-            *Responses(self).routes(),
+            *message_routes(self),
+            *response_routes(self),
             *more_routes,
         ]
         return App(routes, self._log)
@@ -344,9 +344,10 @@ class Api:
 
     def _requests(self, ask: Ask) -> list[Request]:
         """Make a request per answer. The `n` requests of a prompt have different seeds and share its blocks."""
+        arrival = time.perf_counter()
         try:
             prompts = [self._chat_ids(ask.prompts[0], ask.template_kwargs)] if ask.is_chat else ask.prompts
-            return self.llm.llm.requests(prompts, ask.params)
+            return self.llm.llm.requests(prompts, ask.params, arrival)
         except GrammarError as error:
             if ask.tools is not None:
                 raise RequestError(ask.tools.explain(error), param="tools") from None

@@ -42,7 +42,6 @@ class Call:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
-        self.arrival_time = time.perf_counter()
         self.last_token_times: dict[int, float] = {}  # by the requests' indexes
         self.live: dict[int, Request] = {}  # those that have not ended, by their ids; the engine loop's alone
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from beyond.serving.protocol import RequestError, boolean, check_fields
-from beyond.serving.translation import Chats, Events, chat_call, chat_tools, only_text, translated
+from beyond.serving.translation import Chats, Events, chat_call, chat_tools, only_text, told, translated
 from stage_a_naive.contract.errors import shown
 
 CONVERSATION = {"model", "system", "messages", "tools", "tool_choice", "thinking", "output_config"}
@@ -27,42 +27,32 @@ SAME = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k")  # fie
 FIELDS = CONVERSATION | {*SAME, "stop_sequences", "metadata"}
 BLOCKS = {"user": ("tool_result",), "assistant": ("thinking", "redacted_thinking", "tool_use")}  # besides text
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, and the chat's words
+TEXTS = {"reasoning": "thinking", "content": "text"}  # a chat's fields, and kinds of blocks
 NO_END = {"stop_reason": None, "stop_sequence": None}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 WORDS = {".function": "", "parameters": "input_schema", "a function has": "a tool has"}  # for tools: a chat's, and ours
 
 
-class Messages:
-    """The endpoints.
+def routes(api: Chats) -> list[Route]:
+    """List the endpoints; `api` answers the chats."""
 
-    Args:
-        api: answers the chats.
-    """
+    async def messages(body: Any) -> ASGIApp:
+        return await translated(api.chat_completions(as_chat(body)), WORDS, as_message, MessageEvents())
 
-    def __init__(self, api: Chats) -> None:
-        self._api = api
-
-    def routes(self) -> list[Route]:
-        """List the endpoints."""
-        return [
-            Route("/v1/messages", self._api.post(self.messages), methods=["POST"]),
-            Route("/v1/messages/count_tokens", self._api.post(self.count_tokens), methods=["POST"]),
-        ]
-
-    async def messages(self, body: Any) -> ASGIApp:
-        """`POST /v1/messages`."""
-        return await translated(self._api.chat_completions(as_chat(body)), WORDS, as_message, MessageEvents())
-
-    async def count_tokens(self, body: Any) -> ASGIApp:
-        """`POST /v1/messages/count_tokens`: the number of tokens of a request's prompt."""
+    async def count_tokens(body: Any) -> ASGIApp:
         fields = check_fields(body, CONVERSATION)
         asked = {"model": fields.get("model"), "messages": conversation_of(fields)}
         tools = tools_of(fields)
         if "tools" in tools and tools.get("tool_choice") != "none":
             asked["tools"] = tools["tools"]
         return await translated(
-            self._api.tokenize(asked), WORDS, lambda told: {"input_tokens": told["count"]}, MessageEvents()
+            api.tokenize(asked), WORDS, lambda counted: {"input_tokens": counted["count"]}, MessageEvents()
         )
+
+    return [
+        Route("/v1/messages", api.post(messages), methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.post(count_tokens), methods=["POST"]),
+    ]
 
 
 def as_chat(body: Any) -> dict[str, Any]:
@@ -170,12 +160,12 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 def as_message(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a chat as a message."""
     [choice] = answer["choices"]
-    told, reason, content = choice["message"], choice["finish_reason"], []
-    calls = told.get("tool_calls", ())
-    if "reasoning" in told:
-        content.append({"type": "thinking", "thinking": told["reasoning"], "signature": ""})
-    if told["content"] or not calls:
-        content.append({"type": "text", "text": told["content"]})
+    message, reason, content = choice["message"], choice["finish_reason"], []
+    calls = message.get("tool_calls", ())
+    if "reasoning" in message:
+        content.append({"type": "thinking", "thinking": message["reasoning"], "signature": ""})
+    if message["content"] or not calls:
+        content.append({"type": "text", "text": message["content"]})
     for call in calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         read = read_arguments(name, arguments, is_cut=reason != "tool_calls")
@@ -247,32 +237,27 @@ class MessageEvents:
 
     def _events(self, chunk: dict[str, Any]) -> Events:
         [choice] = chunk["choices"]
-        delta, reason = choice["delta"], choice["finish_reason"]
-        calls = delta.get("tool_calls", [])
-        if calls and "id" not in calls[0]:  # the rest of the open call; text may follow it
-            yield self._more_arguments(calls[0])
-            calls = calls[1:]
-        for kind, name in (("thinking", "reasoning"), ("text", "content")):
-            if text := delta.get(name):
+        reason = choice["finish_reason"]
+        for field, text, call in told(choice["delta"]):
+            if call is not None:
+                name = call["function"]["name"]
+                yield from self._open("tool_use", {"id": call["id"], "name": name, "input": {}})
+                self._tool, self._arguments = name, ""
+            if field in TEXTS:
+                kind = TEXTS[field]
                 if kind != self._kind:
                     yield from self._open(kind, {kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
-                yield "content_block_delta", {"index": self._index, "delta": {"type": f"{kind}_delta", kind: text}}
-        for call in calls:
-            name = call["function"]["name"]
-            yield from self._open("tool_use", {"id": call["id"], "name": name, "input": {}})
-            self._tool, self._arguments = name, ""
-            yield self._more_arguments(call)
+                delta = {"type": f"{kind}_delta", kind: text}
+            else:
+                self._arguments += text
+                delta = {"type": "input_json_delta", "partial_json": text}
+            yield "content_block_delta", {"index": self._index, "delta": delta}
         if reason is not None:
             if self._index < 0:
                 yield from self._open("text", {"text": ""})  # an answer without any text has an empty block
             yield from self._close(is_cut=reason != "tool_calls")
             yield "message_delta", {"delta": _ending(choice), "usage": _usage(chunk["usage"])}
             yield "message_stop", {}
-
-    def _more_arguments(self, call: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        self._arguments += (piece := call["function"]["arguments"])
-        delta = {"type": "input_json_delta", "partial_json": piece}
-        return "content_block_delta", {"index": self._index, "delta": delta}
 
     def _open(self, kind: str, block: dict[str, Any]) -> Events:
         """Open a block and close the one before it."""

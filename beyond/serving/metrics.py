@@ -82,7 +82,7 @@ class RequestMetrics:
         if event.tokens:
             before = call.last_token_times.get(request.index)
             if before is None:
-                self.first_token.observe(now - call.arrival_time)
+                self.first_token.observe(now - request.arrival_time)
             else:
                 self.next_token.observe(now - before)
             call.last_token_times[request.index] = now
@@ -92,7 +92,7 @@ class RequestMetrics:
             metrics = event.output["metrics"]
             self.ended[event.output["finish_reason"]].inc()
             self.queue_time.observe(metrics["ttft"] - metrics["prefill_time"])
-            self.whole_request.observe(now - call.arrival_time)
+            self.whole_request.observe(now - request.arrival_time)
 
     def count_aborted(self, now: float, call: Call, num_requests: int) -> None:
         """Record requests whose client disconnected. Those without a token count as waiting until now.
@@ -101,8 +101,9 @@ class RequestMetrics:
             num_requests: unfinished requests of the call.
         """
         self.ended["abort"].inc(num_requests)
-        for _ in range(len(call.requests) - len(call.last_token_times)):
-            self.queue_time.observe(now - call.arrival_time)
+        for request in call.requests:
+            if request.index not in call.last_token_times:
+                self.queue_time.observe(now - request.arrival_time)
 
     def count_answer(self, handler: str, status: int, code: str) -> None:
         """Record an answered HTTP request.

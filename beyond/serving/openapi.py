@@ -64,14 +64,14 @@ class Shared(BaseModel):
     stop: str | list[str] | None = _sampling("stop")
     stop_token_ids: list[int] | None = _sampling("stop_token_ids")
     include_stop_str_in_output: bool | None = _field("leave the stop string in the text")
-    ignore_eos: bool | None = _field("go on behind the model's end of sequence")
+    ignore_eos: bool | None = _field("continue after the model's end-of-sequence token")
     skip_special_tokens: bool | None = _field("false writes special tokens into the text")
     seed: int | None = _field("makes sampled tokens reproducible")
-    response_format: dict[str, Any] | None = _field("text, json_object or json_schema: the form of the answer")
+    response_format: dict[str, Any] | None = _field("text, json_object or json_schema: the format of the answer")
     structured_outputs: dict[str, Any] | None = _field("json, regex, choice, grammar or json_object, as in vLLM")
-    user: str | None = _field("who asks; changes no answer")
-    safety_identifier: str | None = _field("who asks; changes no answer")
-    prompt_cache_key: str | None = _field("who asks; changes no answer")
+    user: str | None = _field("identifies the user or conversation; does not affect the answer")
+    safety_identifier: str | None = _field("identifies the user or conversation; does not affect the answer")
+    prompt_cache_key: str | None = _field("identifies the user or conversation; does not affect the answer")
 
 
 class CompletionRequest(Shared):

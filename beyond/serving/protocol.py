@@ -256,7 +256,7 @@ def chat_tools(body: Any, fields: dict[str, Any], tool_format: ToolFormat | None
         raise _refused_field(error) from None
     for name in FORMS & set(fields) if tools is not None else ():
         raise RequestError(
-            f'{name} cannot be combined with tools; ask for the form with "tool_choice": "none"', param=name
+            f'{name} cannot be combined with tools; ask for structured output with "tool_choice": "none"', param=name
         )
     if tools is not None and tools.grammar is not None:
         fields["structured_outputs"] = {"grammar": tools.grammar}
@@ -358,7 +358,7 @@ def _structured_outputs(fields: Mapping[str, Any]) -> Any:
         return fields.get("structured_outputs")
     if "structured_outputs" in fields:
         raise RequestError(
-            "response_format and structured_outputs both say which form the answer has; give one",
+            "response_format and structured_outputs both ask for structured output; give one",
             param="response_format",
         )
     if isinstance(wanted, dict) and wanted.get("type") == "json_object":

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from beyond.serving.protocol import TOOLS, WHO_ASKS, RequestError, check_fields
-from beyond.serving.translation import Chats, Events, chat_call, chat_tools, only_text, translated
+from beyond.serving.translation import Chats, Events, chat_call, chat_tools, only_text, told, translated
 from stage_a_naive.contract.errors import shown
 
 SAME = WHO_ASKS | {"model", "stream", "temperature", "top_p"}  # fields that chats have, too
@@ -27,24 +27,14 @@ FORM = '{"type": "function", "name": …}'
 WORDS = {'{"type": "function", "function": {"name": …}}': FORM, ".function": ""}  # for tools: a chat's, and ours
 
 
-class Responses:
-    """The endpoint.
+def routes(api: Chats) -> list[Route]:
+    """List the endpoint; `api` answers the chats."""
 
-    Args:
-        api: which answers chats.
-    """
-
-    def __init__(self, api: Chats) -> None:
-        self._api = api
-
-    def routes(self) -> list[Route]:
-        """List the endpoint."""
-        return [Route("/v1/responses", self._api.post(self.responses), methods=["POST"])]
-
-    async def responses(self, body: Any) -> ASGIApp:
-        """`POST /v1/responses`."""
-        chat = self._api.chat_completions(as_chat(body))
+    async def responses(body: Any) -> ASGIApp:
+        chat = api.chat_completions(as_chat(body))
         return await translated(chat, WORDS, lambda answer: as_response(body, answer), ResponseEvents(body))
+
+    return [Route("/v1/responses", api.post(responses), methods=["POST"])]
 
 
 def as_chat(body: Any) -> dict[str, Any]:
@@ -123,12 +113,12 @@ def _call(item: Mapping[str, Any]) -> dict[str, Any]:
 def as_response(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a chat as a response."""
     [choice] = answer["choices"]
-    told, reason, items = choice["message"], choice["finish_reason"], []
-    calls = told.get("tool_calls", ())
-    if "reasoning" in told:
-        items.append(_item(answer, len(items), "reasoning", told["reasoning"]))
-    if told["content"] or not calls:
-        items.append(_item(answer, len(items), "message", told["content"]))
+    message, reason, items = choice["message"], choice["finish_reason"], []
+    calls = message.get("tool_calls", ())
+    if "reasoning" in message:
+        items.append(_item(answer, len(items), "reasoning", message["reasoning"]))
+    if message["content"] or not calls:
+        items.append(_item(answer, len(items), "message", message["content"]))
     for call in calls:
         items.append(_called(answer, len(items), call, call["function"]["arguments"]))
     if reason == "length":
@@ -226,37 +216,23 @@ class ResponseEvents:
             for name in ("response.created", "response.in_progress"):
                 yield name, {"response": _response(self._body, chunk, [], None)}
         [choice] = chunk["choices"]
-        delta, reason = choice["delta"], choice["finish_reason"]
-        calls = delta.get("tool_calls", [])
-        if calls and "id" not in calls[0]:  # the rest of the open call; text may follow it
-            yield self._more_arguments(chunk, calls[0])
-            calls = calls[1:]
-        for kind, field in (("reasoning", "reasoning"), ("message", "content")):
-            if text := delta.get(field):
-                if kind != self._kind:
-                    yield from self._open(chunk, kind)
-                self._text += text
-                yield (
-                    f"response.{_part(kind, '')['type']}.delta",
-                    self._part_place(chunk)
-                    | {
-                        "delta": text,
-                        "logprobs": [],
-                    },
-                )
-        for call in calls:
-            yield from self._open(chunk, "function_call", call)
-            yield self._more_arguments(chunk, call)
+        reason = choice["finish_reason"]
+        for field, text, call in told(choice["delta"]):
+            kind = {"reasoning": "reasoning", "content": "message"}.get(field, "function_call")
+            if call is not None or kind != self._kind:
+                yield from self._open(chunk, kind, call)
+            self._text += text
+            if kind == "function_call":
+                yield "response.function_call_arguments.delta", self._place(chunk) | {"delta": text}
+            else:
+                delta = {"delta": text, "logprobs": []}
+                yield f"response.{_part(kind, '')['type']}.delta", self._part_place(chunk) | delta
         if reason is not None:
             if not self._kind:
                 yield from self._open(chunk, "message")  # an answer without any text has an empty message
             yield from self._close(chunk, "incomplete" if reason == "length" else "completed")
             response = _response(self._body, chunk, self._items, reason)
             yield f"response.{response['status']}", {"response": response}
-
-    def _more_arguments(self, chunk: dict[str, Any], call: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        self._text += (piece := call["function"]["arguments"])
-        return "response.function_call_arguments.delta", self._place(chunk) | {"delta": piece}
 
     def _place(self, chunk: dict[str, Any]) -> dict[str, Any]:
         place = len(self._items)
@@ -283,8 +259,8 @@ class ResponseEvents:
 
     def _close(self, chunk: dict[str, Any], status: str = "completed") -> Events:
         if self._kind == "function_call":
-            told = {"arguments": self._text, "name": self._call["function"]["name"]}
-            yield "response.function_call_arguments.done", self._place(chunk) | told
+            done = {"arguments": self._text, "name": self._call["function"]["name"]}
+            yield "response.function_call_arguments.done", self._place(chunk) | done
         else:
             part, place = _part(self._kind, self._text), self._part_place(chunk)
             yield f"response.{part['type']}.done", place | {"text": self._text, "logprobs": []}

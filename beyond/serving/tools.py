@@ -1,7 +1,7 @@
 """Tools of a chat: read them from a request, and write the grammar that constrains the model's calls.
 
 A tool is a name and a JSON schema of its arguments. The chat template writes the tools into the prompt, and the model
-answers with a call: text in a form that its family was trained on. With `required` or a named tool
+answers with a call: text in a format that its family was trained on. With `required` or a named tool
 the model must call, so the text is constrained from its first character on. With `auto` the model decides; its calls
 are constrained only if a tool is `"strict": true`, and then from the first character of a call on.
 

@@ -15,6 +15,7 @@ from beyond.serving.protocol import RequestError
 from stage_a_naive.contract.errors import shown
 
 Events = Iterable[tuple[str, dict[str, Any]]]  # the name of each, and what it says
+Pieces = Iterable[tuple[str, str, dict[str, Any] | None]]  # a kind, its text, and the call if one begins
 
 
 class Chats(Protocol):
@@ -75,6 +76,19 @@ def chat_tools(given: object, function_of: Callable[[Mapping[str, Any]], dict[st
             raise RequestError(f"tools[{i}] must be {function}, got {shown(tool)}", param="tools")
         tools.append({"type": "function", "function": function})
     return tools
+
+
+def told(message: Mapping[str, Any]) -> Pieces:
+    """List the parts of a chat's message, or of a chunk of it: `reasoning`, `content` and calls, in their order."""
+    calls = message.get("tool_calls", [])
+    if calls and "id" not in calls[0]:  # the rest of the open call; text may follow it
+        yield "", calls[0]["function"]["arguments"], None
+        calls = calls[1:]
+    for field in ("reasoning", "content"):
+        if text := message.get(field):
+            yield field, text, None
+    for call in calls:
+        yield "call", call["function"]["arguments"], call
 
 
 def chat_call(call_id: object, name: str, arguments: object) -> dict[str, Any]:

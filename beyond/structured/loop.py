@@ -93,7 +93,9 @@ def main() -> None:
         answers = [tokenizer.decode(generate(*one, PATTERN, constrained)[:-1]) for one in work]
         counts.append(sum(re.fullmatch(PATTERN, answer) is not None for answer in answers))
     assert counts[1] == len(QUESTIONS) * CONSTRAINED, answers
-    print(f"answers in the form, of {len(QUESTIONS)}: {counts[0]} → {counts[1]} [H200: the same, it is a count]")
+    print(
+        f"answers matching the pattern, of {len(QUESTIONS)}: {counts[0]} → {counts[1]} [H200: the same, it is a count]"
+    )
 
 
 if __name__ == "__main__":

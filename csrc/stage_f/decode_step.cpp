@@ -1,7 +1,7 @@
 // The operator torch.ops.six_engines.decode_step: it checks its tensors and calls the kernel, which is in a separate
 // library (launch.cu); `launch` is the address of the function there. CUDA only: a CPU runs stage D's layers.
 #include <torch/library.h>
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>  // not ATen.h, which takes as long to compile as the rest
 
 #include "common/check_text.h"
 #include "stage_f/decode_step.h"

@@ -36,4 +36,4 @@ def test_answers_do_not_disturb_each_other():
     accept(first, "a")
     assert may_come(first, "7") and not may_come(first, "a")
     assert may_come(second, "a") and not may_come(second, "7"), "the second one has no token yet"
-    assert may_come(digits, "7") and not may_come(digits, "a"), "it has a form of its own"
+    assert may_come(digits, "7") and not may_come(digits, "a"), "its grammar is a different one"

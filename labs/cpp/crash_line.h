@@ -28,7 +28,7 @@ inline void report(int number, siginfo_t*, void*) {
   raise(number);
 }
 
-// A fiber's stack may be what overflowed: the handler has one of its own.
+// A fiber's stack may be what overflowed: the handler has a separate one.
 inline const bool installed = [] {
   static char stack[64 * 1024];
   stack_t other{};

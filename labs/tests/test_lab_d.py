@@ -60,7 +60,7 @@ class TestVariant:
             yield f"{given}: the table", list(sequence.block_table)
             yield f"{given}: num_computed", sequence.num_computed
             sequence.block_table.append(5)
-            yield f"{given}: the other keeps a table of its own", other.block_table
+            yield f"{given}: the other keeps a separate table", other.block_table
 
     def test_the_tutor_gives_the_same_answers_from_fewer_blocks(self) -> Values:
         model, begin = stage_loop.load(stage_loop.PagedAttention()), random_prompt(40)

@@ -414,7 +414,7 @@ class TestSchedule:
         add(scheduler, numbers.randint(6, 15), phrase=5)
         for number in range(2):
             step = scheduler.schedule()
-            yield f"a whole prompt in a step of its own, then both decode: step {number}", entries_of(step)
+            yield f"a whole prompt in a separate step, then both decode: step {number}", entries_of(step)
             yield f"num_decodes of step {number}", step.num_decodes
             finish(scheduler, step)
 

@@ -240,7 +240,7 @@ class TestChooseAgain:
                 ids, before = logits.argmin(-1), logits.clone()
                 masks.choose_again(logits, ids, points, mask_at, sampler)
                 given = f"rows at {[point and (point.form, point.state) for point in points]}"
-                yield f"{given}: tokens; a row without a form keeps its own", ids
+                yield f"{given}: tokens; a row without a grammar keeps its own", ids
                 yield f"{given}: masks filled in, one per point", sorted(map(str, filled))
                 yield (
                     f"{given}: calls of the sampler, once, with the numbers of the rows",
@@ -310,12 +310,12 @@ class TestWholeStage:
         finally:
             llm.close()
         for number, output in enumerate(outputs):
-            yield f"request {number}, {'free' if number < len(prompts) else 'in the form'}: tokens", output["token_ids"]
+            yield f"request {number}, {'free' if number < len(prompts) else 'constrained'}: tokens", output["token_ids"]
             if number >= len(prompts):
                 fits = re.fullmatch(loop.PATTERN, output["text"]) is not None
-                yield f"{output['text']!r} is in the form", fits
+                yield f"{output['text']!r} matches the pattern", fits
 
     def test_rows_of_all_forms_are_in_their_forms(self) -> Values:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             masks.main()
-        yield "rows that fit their form", said.getvalue().count(" fits ")
+        yield "rows that match their pattern", said.getvalue().count(" fits ")

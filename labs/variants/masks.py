@@ -232,9 +232,9 @@ def main() -> None:
     for row, form in enumerate(ROWS):
         text = "".join(texts[tokens[row]] for tokens, _ in steps if tokens[row] is not None)
         fits = "" if form is None else "fits" if re.fullmatch(FORMS[form], text) else "cut off"
-        print(f"{form or '(no form)':10} {fits:8} {text[:60]!r}")
+        print(f"{form or '(free)':10} {fits:8} {text[:60]!r}")
     with_form = sum(tokens[row] is not None for tokens, _ in steps for row, form in enumerate(ROWS) if form)
-    print(f"masks filled in: {sum(filled for _, filled in steps)}, for {with_form} tokens of rows with a form")
+    print(f"masks filled in: {sum(filled for _, filled in steps)}, for {with_form} tokens of constrained rows")
 
 
 if __name__ == "__main__":

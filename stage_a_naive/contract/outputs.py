@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from typing import Literal, NotRequired, TypedDict
 
@@ -38,7 +38,7 @@ class Metrics(TypedDict):
     # everything else that runs in these steps (other prompts, decodes) and between the prompt's chunks.
     prefill_time: float
     decode_time: float  # from the first token to the last, including preemptions and other requests' work
-    ttft: float  # time to first token: the wait since the call tokenized its prompts, plus prefill_time
+    ttft: float  # time to first token, from the arrival of the prompt: tokenizing, waiting and prefill_time
     tpot: float  # time per output token after the first; 0 if there was only one
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV came from a prefix cache
@@ -74,6 +74,7 @@ class Request:
     token_rules: TokenRules | None = None
     prompt_index: int = 0
     answer_index: int = 0  # among the answers to its prompt
+    arrival_time: float = field(default_factory=time.perf_counter)  # before tokenizing; seconds on the monotonic clock
 
 
 class Completion:
@@ -238,8 +239,8 @@ class Completion:
         """Make the finished completion's output.
 
         Args:
-            arrival, start, first, end: when the call came in, when the request's computation began, and when its first
-                and its last token were ready; seconds on the monotonic clock.
+            arrival, start, first, end: when the prompt arrived, when the request's computation began, and when its
+                first and its last token were ready; seconds on the monotonic clock.
             num_cached: prompt tokens whose KV came from a prefix cache.
         """
         assert self.finish_reason is not None, "the completion is still growing"

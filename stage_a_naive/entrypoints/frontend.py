@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,6 +17,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from stage_a_naive.chat import Message, render_chats
 from stage_a_naive.checkpoints.loading import eos_token_ids, load_tokenizer, pick_device, pick_dtype, pick_seed, resolve
@@ -104,7 +106,9 @@ class Frontend:
                 raised after all requests have ended, with all outputs in `error.outputs`; the outputs of failed
                 requests have the `finish_reason` "error" and the exception in `error`.
         """
-        requests = self.requests(prompts, sampling_params)
+        return self._answer(self.requests(prompts, sampling_params), use_tqdm, on_text)
+
+    def _answer(self, requests: list[Request], use_tqdm: bool, on_text: OnText | None) -> list[GenerationOutput]:
         with self._one_call():
             outputs = self._generate(requests, use_tqdm, on_text)
             if any(request.params.prompt_logprobs is not None for request in requests):
@@ -124,8 +128,9 @@ class Frontend:
         Args:
             chat_template_kwargs: arguments of the model's chat template: `{"enable_thinking": False}` for Qwen3.
         """
+        arrival = time.perf_counter()
         prompts = self.chat_prompts(messages, chat_template_kwargs)
-        return self.generate(prompts, sampling_params, use_tqdm, on_text)
+        return self._answer(self.requests(prompts, sampling_params, arrival), use_tqdm, on_text)
 
     def chat_prompts(
         self,
@@ -187,7 +192,7 @@ class Frontend:
         if len(text) > 16 * limit:  # few tokens are longer: tokenizing a shorter text does not take long
             check_text_length(index, text, self.tokenizer, self._longest_token, limit)
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return encode_fast(self.tokenizer, text, add_special_tokens)
         except TypeError:
             check_text(index, text)
             raise
@@ -201,9 +206,17 @@ class Frontend:
         raise NotImplementedError(f"{type(self).__name__} has no model")
 
     def requests(
-        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        arrival: float | None = None,
     ) -> list[Request]:
-        """Check prompts and parameters as `generate` does and return a request for each answer, without running it."""
+        """Check prompts and parameters as `generate` does and return a request for each answer, without running it.
+
+        Args:
+            arrival: when the prompts arrived, if that was before this call; seconds on the monotonic clock.
+        """
+        arrival = time.perf_counter() if arrival is None else arrival
         self._check_usable()
         prompt_list = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -214,11 +227,16 @@ class Frontend:
         if sampling_fn is not None:
             check_sampling_fn(sampling_fn)
         numbered = enumerate(zip(prompt_list, params, strict=True))
-        requests = [self._request(i, prompt, p, sampling_fn) for i, (prompt, p) in numbered]
+        requests = [self._request(i, prompt, p, sampling_fn, arrival) for i, (prompt, p) in numbered]
         return one_per_answer(requests) if any(p.n > 1 for p in params) else requests
 
     def _request(
-        self, index: int, prompt: Prompt, params: SamplingParams, sampling_fn: SamplingFunction | None
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        sampling_fn: SamplingFunction | None,
+        arrival: float,
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters of prompt {index}: expected SamplingParams, got {shown(params)}")
@@ -233,11 +251,20 @@ class Frontend:
         if params.structured_outputs is not None:
             self._check_structured_outputs(index, params, sampling_fn)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        return Request(index, ids, params, seed, sampling_fn, rules, prompt_index=index)
+        return Request(index, ids, params, seed, sampling_fn, rules, prompt_index=index, arrival_time=arrival)
 
     def _check_structured_outputs(self, index: int, params: SamplingParams, fn: SamplingFunction | None) -> None:
         """Validate a request's structured output; raise `GrammarError` if it is not supported, as here."""
         raise GrammarError(NO_FORMS.format(index))
+
+
+def encode_fast(tokenizer: PreTrainedTokenizerFast, text: str, add_special_tokens: bool) -> list[int]:
+    """As `tokenizer.encode`, without computing where in the text each token is: a fifth faster."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # a call of the tokenizer may have left these settings
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:

@@ -1,6 +1,6 @@
 """Calls of one engine from several threads: mailboxes, aborts, and steps that break off.
 
-The ring (`stage_e_batching/engine.py`) runs one step after the other and knows nothing of threads. This package makes
+The engine (`stage_e_batching/engine.py`) runs one step after the other and knows nothing of threads. This package makes
 it safe to call from any thread: one lock is held during a step and during a change of the queues (`calls.py`), every
 call has a mailbox for its results (`mailbox.py`), and both recover from an interrupt between any two lines.
 """

@@ -11,7 +11,6 @@ tokens of each request. That costs recomputation and nothing else.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
@@ -75,7 +74,7 @@ class Calls:
         scheduler.check_prompt(len(request.prompt_token_ids))
         completion = Completion(request, self._tokenizer, self._eos_token_ids, self._max_total_len, not streams)
         owner = (self._mailbox if mailbox is None else mailbox).owner
-        sequence = scheduler.new_sequence(completion, arrival_time=time.perf_counter(), owner=owner, streams=streams)
+        sequence = scheduler.new_sequence(completion, owner=owner, streams=streams)
         if self._inside_step:
             raise RuntimeError(INSIDE_STEP)
         with self.lock:

@@ -49,7 +49,8 @@ from stage_f_graph_tp.kernels.skinny_gemm_kernels import (
     sum_squares_kernel,
 )
 
-_COLUMNS = 128  # of 16-bit weights, loaded together
+_COLUMNS = 128  # of 16-bit weights, loaded together; half as many where fewer than _LOADS such tiles fit into memory
+_LOADS = 4
 _LARGE_HIDDEN = 3584  # from this hidden size on, other tiles were measured faster
 
 
@@ -293,10 +294,10 @@ def choose_tiles(
 
     Small models: the smallest tile whose programs all run at once, one per multiprocessor. Above 16 tokens a tile has
     at least 64 weight rows (or 32 pairs), which Hopper's tensor cores multiply in one instruction straight from
-    shared memory; only a product without split-K has smaller tiles up to 32 tokens. Large models: 64 weight rows.
-    Two splits of 3,584 or 4,096 rows fill the chip. A program with fewer loads in flight needs less memory and leaves
-    room for other programs: of the same product, so that one multiplies while another waits, or of the next product,
-    which can start earlier.
+    shared memory; only a product without split-K has smaller tiles up to 32 tokens. Above 32 tokens a tile of such a
+    product may have 16 tokens, except with whole heads. Large models: 64 weight rows. Two splits of 3,584 or 4,096 rows
+    fill the chip. A program with fewer loads in flight needs less memory and leaves room for other programs: of the
+    same product, so that one multiplies while another waits, or of the next product, which can start earlier.
 
     Args:
         rows: weight rows, or pairs of rows.
@@ -313,11 +314,12 @@ def choose_tiles(
         return Tiles(32, stages=4 if programs == 4 else 8)  # two, or one
     parts = min(8, _power_of_2(ceil_div(columns, rows))) if splits else 1
     fewer = parts  # splits that leave each program enough columns
+    blocks = (16, 32, 64, 128)[tokens <= 32 or parts > 1 or bool(heights) :]
     if tokens > 16:
         fewer = max(1, parts // 2)
         heights = heights or ((32, 64) if not splits else (64,) if parts > 1 or tokens > 32 else ())
     for height in heights or (16, 32, 64):
-        for block in (32, 64, 128):
+        for block in blocks:
             for count in dict.fromkeys((parts, fewer)):
                 programs = ceil_div(rows, height) * ceil_div(tokens, block) * count
                 if programs <= sm_count:
@@ -330,14 +332,16 @@ def _settings(
     block_m: int, dtype: torch.dtype, device: torch.device, height: int, size: int, stages: int, pdl: bool
 ) -> dict[str, Any]:
     """Return launch settings for tiles of `height` weight rows and `block_m` tokens, over `size` columns."""
-    columns = _COLUMNS * 2 // dtype.itemsize
+    columns, memory = _COLUMNS * 2 // dtype.itemsize, _chip(device)[1]
     stage_bytes = (height + block_m) * columns * dtype.itemsize
+    if memory // stage_bytes < _LOADS:
+        columns, stage_bytes = columns // 2, stage_bytes // 2
     return {
         "BLOCK_M": block_m,
         "BLOCK_K": max(16, min(columns, _power_of_2(size))),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": 8 if height * block_m > 4096 else 4,  # sums in registers: 32 per thread at 4096 and 4 warps
-        "num_stages": max(2, min(stages, _chip(device)[1] // stage_bytes)),
+        "num_stages": max(2, min(stages, memory // stage_bytes)),
     } | pdl_settings(device, pdl)
 
 

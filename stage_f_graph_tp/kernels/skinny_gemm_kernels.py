@@ -66,16 +66,18 @@ def _paired_products(
 
     It is one product of twice the height. Its halves, each [BLOCK_N, BLOCK_M], are separated in registers.
     """
-    index = tl.arange(0, 2 * BLOCK_N)
-    row = first + index % BLOCK_N + index // BLOCK_N * distance
-    row_inside = index % BLOCK_N < pairs
+    index = tl.arange(0, 2 * BLOCK_N)  # 8 rows of one half, 8 of the other: a thread has rows i and i + 8 of a result
+    pair = index // 16 * 8 + index % 8
+    row = first + pair + index // 8 % 2 * distance
+    row_inside = pair < pairs
     acc = tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, SIZE, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         w = _weight_tile(weight, row, row_inside, column, SIZE, EVEN)  # [2 BLOCK_N, BLOCK_K]
         values = token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)  # [BLOCK_M, BLOCK_K]
         acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)
-    return tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    y1, y2 = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+    return tl.reshape(y1, (BLOCK_N, BLOCK_M)), tl.reshape(y2, (BLOCK_N, BLOCK_M))
 
 
 @triton.jit
@@ -267,17 +269,17 @@ def product_add_kernel(
     token_inside = token < tokens
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_inside = row < OUT_SIZE
-    split = tl.program_id(2)
+    split = tl.program_id(2) if SPLITS > 1 else 0
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    steps: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of BLOCK_K columns, for each split
-    even: tl.constexpr = SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0
+    steps: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K  # of BLOCK_K columns; splits may differ by one
+    even: tl.constexpr = SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0
     start_next(PDL)
     wait_for_previous(PDL)
     inside = row_inside[:, None] & token_inside[None, :]
     target = residual + token.to(tl.int64)[None, :] * residual_stride + row[:, None]
     before = tl.load(target, mask=inside, other=0.0)
-    for step in range(steps):
-        column = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+    for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
+        column = step * BLOCK_K + tl.arange(0, BLOCK_K)
         w = _weight_tile(weight, row, row_inside, column, SIZE, even)  # [BLOCK_N, BLOCK_K]
         values = token_tile(x, x_stride, token, token_inside, column, SIZE, even)
         acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)

@@ -98,6 +98,7 @@ def record(llm: NaiveLLM) -> None:
 
 
 ALONE = ("one process", "exact")  # most rows
+ALL = BATCHING, BEYOND, *ALONE, "penalty rows"
 # Other tests cover what these rows add.
 VARIANTS = {
     "f, recorded",
@@ -118,38 +119,11 @@ ENGINES = [
     row("f, no overlap", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", without="overlap"),
     row("f, recorded", "stage_f_graph_tp", BATCHING, *ALONE, "penalty rows", prepare=record),
     row("8 bits", "beyond", BATCHING, BEYOND, "one process", quantization="int8", kv_cache_dtype="int8"),
-    row("guesses", "beyond", BATCHING, BEYOND, *ALONE, "penalty rows", speculation="ngram"),
-    row(
-        "guesses, recorded",
-        "beyond",
-        BATCHING,
-        BEYOND,
-        *ALONE,
-        "penalty rows",
-        prepare=record,
-        speculation="ngram",
-    ),
-    row(
-        "guesses, no overlap",
-        "beyond",
-        BATCHING,
-        BEYOND,
-        *ALONE,
-        "penalty rows",
-        without="overlap",
-        speculation="ngram",
-    ),
-    row(
-        "guesses of a model",
-        "beyond",
-        BATCHING,
-        BEYOND,
-        *ALONE,
-        "penalty rows",
-        speculation="model",
-        draft_model=MODEL,
-    ),
-    row("two pools", "beyond", BATCHING, BEYOND, *ALONE, "penalty rows", hybrid_kv_cache=True),
+    row("guesses", "beyond", *ALL, speculation="ngram"),
+    row("guesses, recorded", "beyond", *ALL, prepare=record, speculation="ngram"),
+    row("guesses, no overlap", "beyond", *ALL, without="overlap", speculation="ngram"),
+    row("guesses of a model", "beyond", *ALL, speculation="model", draft_model=MODEL),
+    row("two pools", "beyond", *ALL, hybrid_kv_cache=True),
     row("two ranks", "stage_f_graph_tp", BATCHING, "exact", tensor_parallel_size=2),
     row("two stages", "beyond", BATCHING, BEYOND, "exact", "penalty rows", pipeline_parallel_size=2),
 ]

@@ -105,6 +105,13 @@ def test_an_engine_with_a_model_of_its_own_does_not_import_that_of_transformers(
     assert {"stage_d_paged.llm", "stage_f_graph_tp.llm"} < modules and not modules & set(SLOW_MODULES)
 
 
+def test_an_engine_does_not_import_torchvision_where_it_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('it takes seconds')")
+    done = python("-m", "stage_f_graph_tp", *TINY, first_on_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package != "stage_c_fused_mlp"])
 def test_an_engine_answers_on_its_command_line_with_a_performance_summary(
     package: str, capsys: pytest.CaptureFixture[str]

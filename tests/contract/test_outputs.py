@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,19 @@ def test_an_output_has_every_field_and_its_metrics_agree(llm) -> None:
         assert metrics["tpot"] == (pytest.approx(metrics["decode_time"] / (n - 1)) if n > 1 else 0)
         total = metrics["prefill_time"] + metrics["decode_time"]
         assert metrics["tokens_per_sec"] == pytest.approx(n / total)
+
+
+def test_the_time_to_first_token_begins_before_the_prompt_is_tokenized(llm, monkeypatch) -> None:
+    encode = llm.encode
+
+    def slow(*given: object) -> list[int]:
+        time.sleep(0.05)
+        return encode(*given)
+
+    monkeypatch.setattr(llm, "encode", slow)
+    one = replace(GREEDY, max_tokens=1)
+    for [output] in (llm.generate("hello", one, False), llm.chat(SHORT_CHAT, one, False)):
+        assert output["metrics"]["ttft"] - output["metrics"]["prefill_time"] > 0.05
 
 
 def test_a_chat_ends_with_the_models_end_which_is_not_in_the_text(tutor) -> None:

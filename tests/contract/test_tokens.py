@@ -47,38 +47,6 @@ def test_no_option_of_memory_or_of_steps_changes_a_token(engine, expected, optio
         assert held(llm) == NOTHING
 
 
-OTHER_LAYERS = {
-    "gemma3-tiny": ({"kvcache_block_size": 2}, {"enable_prefix_caching": False}),  # windows of 8 in two layers of three
-    "qwen3-moe-tiny": ({"kvcache_block_size": 4}, {"enforce_eager": True}),  # 4 of 16 experts per token
-}
-IN_PIECES = {"max_num_batched_tokens": 7, "max_num_seqs": 5}
-FOR_TWO = {"num_kvcache_blocks": 20, "kvcache_block_size": 4}
-LONGER = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)  # three windows more
-
-
-@cache
-def right_of(preset: str) -> list[list[int]]:
-    return one_by_one(NaiveLLM(f"random:{preset}", device="cpu"), LONGER)
-
-
-@pytest.mark.needs("pool", "one process", "exact")
-@pytest.mark.parametrize(
-    ("preset", "options"),
-    [
-        pytest.param(preset, options, marks=[pytest.mark.needs("experts")] * ("moe" in preset))
-        for preset, own in OTHER_LAYERS.items()
-        for options in (*own, IN_PIECES, FOR_TWO)
-    ],
-)
-def test_nor_a_token_of_layers_with_windows_or_experts(engine, preset: str, options: dict) -> None:
-    with engine.made(f"random:{preset}", **options) as llm:
-        for _ in range(2):
-            assert ask(llm, PROMPTS, LONGER) == right_of(preset)
-        if options is FOR_TWO and "side by side" in engine.has:
-            assert llm.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
-        assert held(llm) == NOTHING
-
-
 @pytest.mark.needs("side by side", "one process")
 def test_whole_prompts_in_a_step_of_their_own_change_no_token(engine, expected) -> None:
     with engine.made(enable_chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=3) as llm:

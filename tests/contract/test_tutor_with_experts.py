@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import forked_ranks
 
-from contract.engines import ask, held
+from contract.engines import ask
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
 from stage_a_naive.checkpoints.tutor import TUTOR_PATH, read_faq
@@ -15,11 +15,6 @@ TUTOR = str(TUTOR_PATH.parent / "tutor_experts")
 ANSWERS = {entry["question"]: entry["answer"] for entry in read_faq()}
 ASKED = ["What is a KV cache?", "What is prefill?", "分页注意力（PagedAttention）解决了什么问题？", "Who are you?"]
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
-VARIANTS = {
-    "prompts in pieces": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "a pool for one": {"num_kvcache_blocks": 40, "kvcache_block_size": 4},
-    "eager": {"enforce_eager": True},
-}
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +37,6 @@ def test_every_engine_answers_with_and_without_a_cached_prefix(engine, prompts, 
     with engine.made(TUTOR) as llm:
         for _ in range(2):
             assert ask(llm, prompts, GREEDY) == right
-
-
-@pytest.mark.needs("experts", "pool", "one process", "exact")
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_no_option_of_memory_or_of_steps_changes_an_answer(engine, prompts, right, options: dict) -> None:
-    with engine.made(TUTOR, **options) as llm:
-        assert ask(llm, prompts, GREEDY) == right
-        if options is VARIANTS["a pool for one"] and "side by side" in engine.has:
-            assert llm.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
-        assert held(llm) == (0, 0)
 
 
 IN_BFLOAT16 = [pytest.param(way, "bfloat16", marks=pytest.mark.slow) for way in ("sum", "all_to_all")]

@@ -94,7 +94,7 @@ function drawSteps() {
   const scale = budget <= 4 * highest ? budget : highest; // else the budget is far above all columns, and its line says so
   fill(find("steps"), steps.map((step) => [scale, step]), (element, [, step]) => {
     const isFar = step.prefill + step.decode > scale;
-    const top = isFar ? step.prefill + step.decode : scale; // a scale of its own, which the break in the column says
+    const top = isFar ? step.prefill + step.decode : scale; // a separate scale, which the break in the column says
     const { guesses, accepted, recomputed } = step;
     const parts = {
       decode: step.decode - guesses,
