@@ -8,7 +8,7 @@ All other keys and values were written by earlier steps. So the loop over the ke
 issues the loads of its first tiles ahead of the first iteration, and that iteration waits before it reads the query.
 The first split adds the newest key after its loop. This is not allowed if a step writes more keys than the newest
 one: if drafts have rows, or if a prompt shares a block that another prompt fills in this step
-(`AttentionMetadata.one_new_key`). Then the program waits before the loop.
+(`AttentionMetadata.one_new_key`). Then the program waits first, and the loop is stage D's `online_softmax`.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -22,9 +22,26 @@ import triton.language as tl
 
 from stage_d_paged.attention import AttentionMetadata
 from stage_d_paged.attention.decode_plan import DecodeConfig, plan_decode
-from stage_d_paged.attention.triton_decode import LOG2_E, decode, first_visible, look_up, slots_of, write_result
+from stage_d_paged.attention.triton_decode import (
+    LOG2_E,
+    decode,
+    first_visible,
+    look_up,
+    online_softmax,
+    slots_of,
+    write_result,
+)
 from stage_d_paged.attention.triton_paged import Kernels
 from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_previous
+
+
+@triton.jit
+def rescale(scores, highest, total, acc):
+    """Return the weights of more scores, [GROUP_PAD, n], and the running maximum, sum and values with them in mind."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    return weights, new_highest, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
 
 
 @triton.jit
@@ -50,23 +67,17 @@ def early_softmax(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
-    ONE_NEW_KEY: tl.constexpr,
 ):
-    """Do what stage D's `online_softmax` does, and wait for the previous kernel on the way.
+    """Do what stage D's `online_softmax` does, but read all keys except the newest before the previous kernel ends.
 
-    `query` holds addresses, [GROUP_PAD, HEAD_PAD].
+    `query` holds addresses, [GROUP_PAD, HEAD_PAD]. The first split adds the newest key.
     """
+    old = context_len - 1  # the keys of earlier steps
     key = tl.arange(0, BLOCK_N)
     inside = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]
-    highest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     q = tl.zeros([GROUP_PAD, HEAD_PAD], query.dtype.element_ty)
-    old = context_len  # keys that the loop reads
-    if ONE_NEW_KEY:
-        old = context_len - 1  # all but the newest, which may not be written yet
-    else:
-        wait_for_previous(PDL)
+    highest, total = tl.full([GROUP_PAD], float("-inf"), tl.float32), tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     for start in range(first, old, step):
         valid = start + key < old
         if WINDOW > 0:
@@ -79,29 +90,19 @@ def early_softmax(
         if start == first:
             wait_for_previous(PDL)
             q = tl.load(query, mask=query_inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # [GROUP_PAD, BLOCK_N]
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        shrink = tl.exp2(highest - new_highest)
-        p = tl.exp2(scores - new_highest[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        highest = new_highest
-    if ONE_NEW_KEY:
-        wait_for_previous(PDL)  # at once, unless the loop had no iteration
-        if (split == 0) & (context_len > 0):
-            newest = tl.load(table + old // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + old % BLOCK_SIZE
-            pool_offset = newest * slot_stride + pool_column
-            k = tl.load(k_cache + pool_offset, mask=inside, other=0.0).to(tl.float32)  # [1, HEAD_PAD]
-            v = tl.load(v_cache + pool_offset, mask=inside, other=0.0).to(tl.float32)
-            q = tl.load(query, mask=query_inside, other=0.0)
-            score = tl.sum(q.to(tl.float32) * k, 1) * scale_log2
-            new_highest = tl.maximum(highest, score)
-            shrink = tl.exp2(highest - new_highest)
-            p = tl.exp2(score - new_highest)
-            total = total * shrink + p
-            acc = acc * shrink[:, None] + p[:, None] * v
-            highest = new_highest
+        scores = tl.where(valid, tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2, float("-inf"))
+        weights, highest, total, acc = rescale(scores, highest, total, acc)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    wait_for_previous(PDL)  # at once, unless the loop had no iteration
+    if (split == 0) & (context_len > 0):
+        newest = tl.load(table + old // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + old % BLOCK_SIZE
+        pool_offset = newest * slot_stride + pool_column
+        k = tl.load(k_cache + pool_offset, mask=inside, other=0.0).to(tl.float32)  # [1, HEAD_PAD]
+        v = tl.load(v_cache + pool_offset, mask=inside, other=0.0).to(tl.float32)
+        q = tl.load(query, mask=query_inside, other=0.0)
+        score = tl.sum(q.to(tl.float32) * k, 1, keep_dims=True) * scale_log2  # [GROUP_PAD, 1]
+        weights, highest, total, acc = rescale(score, highest, total, acc)
+        acc += weights * v
     total = tl.where(total == 0.0, 1.0, total)  # without any key
     return acc / total[:, None], highest + tl.log2(total)
 
@@ -155,30 +156,54 @@ def dependent_decode_kernel(
     splits = tl.maximum(tl.minimum(num_splits, tl.cdiv(context_len - first, split_keys)), 1)  # splits that have work
     if split >= splits:
         return  # without a wait: the first split of each sequence waits
-    acc, lse = early_softmax(
-        query + seq * query_stride + (head + row) * HEAD_DIM + column,
-        (row < GROUP) & (column < HEAD_DIM),
-        k_cache,
-        v_cache,
-        table,
-        block,
-        first + split * BLOCK_N,
-        splits * BLOCK_N,
-        context_len,
-        split,
-        kv_head * HEAD_DIM + column,
-        slot_stride,
-        scale_log2,
-        HEAD_DIM,
-        HEAD_PAD,
-        GROUP_PAD,
-        BLOCK_SIZE,
-        BLOCK_N,
-        PRECISION,
-        PDL,
-        WINDOW,
-        ONE_NEW_KEY,
-    )
+    query += seq * query_stride + (head + row) * HEAD_DIM + column
+    query_inside = (row < GROUP) & (column < HEAD_DIM)
+    if ONE_NEW_KEY:
+        acc, lse = early_softmax(
+            query,
+            query_inside,
+            k_cache,
+            v_cache,
+            table,
+            block,
+            first + split * BLOCK_N,
+            splits * BLOCK_N,
+            context_len,
+            split,
+            kv_head * HEAD_DIM + column,
+            slot_stride,
+            scale_log2,
+            HEAD_DIM,
+            HEAD_PAD,
+            GROUP_PAD,
+            BLOCK_SIZE,
+            BLOCK_N,
+            PRECISION,
+            PDL,
+            WINDOW,
+        )
+    else:
+        wait_for_previous(PDL)
+        acc, lse = online_softmax(
+            tl.load(query, mask=query_inside, other=0.0),  # [GROUP_PAD, HEAD_PAD]
+            k_cache,
+            v_cache,
+            table,
+            block,
+            first + split * BLOCK_N,
+            splits * BLOCK_N,
+            context_len,
+            kv_head * HEAD_DIM + column,
+            slot_stride,
+            scale_log2,
+            HEAD_DIM,
+            HEAD_PAD,
+            GROUP_PAD,
+            BLOCK_SIZE,
+            BLOCK_N,
+            PRECISION,
+            WINDOW,
+        )
     heads: tl.constexpr = KV_HEADS * GROUP
     write_result(
         acc,
