@@ -335,6 +335,40 @@ def test_large_prefill_tiles_are_for_gpus_with_the_shared_memory_for_them(gpu, l
     assert (tiles > 64 * 2**10) == large
 
 
+HALF_BLOCKS = {"dtype": torch.bfloat16, "head_dim": 128, "block_size": 64, "window": 0}
+
+
+@pytest.mark.usefixtures("pretended_gpus")
+@pytest.mark.parametrize(
+    ("gpu", "change", "wanted"),
+    [
+        (90, {}, "hopper_prefill_kernel"),
+        (90, {"head_dim": 64, "block_size": 256}, "hopper_prefill_kernel"),
+        (80, {}, "_prefill_kernel"),
+        (100, {}, "_prefill_kernel"),
+        (90, {"dtype": F32}, "_prefill_kernel"),
+        (90, {"head_dim": 96}, "_prefill_kernel"),
+        (90, {"block_size": 16}, "_prefill_kernel"),
+        (90, {"window": 100}, "_prefill_kernel"),
+    ],
+    ids=str,
+)
+def test_hopper_s_prefill_kernel_gets_what_it_can_compute(gpu, change, wanted, monkeypatch):
+    triton_prefill = pytest.importorskip("stage_d_paged.attention.triton_prefill")
+    from stage_d_paged.attention import hopper_prefill
+
+    launches = recorded_launches(monkeypatch, triton_prefill, "_prefill_kernel")
+    hopper_launches = recorded_launches(monkeypatch, hopper_prefill, "hopper_prefill_kernel")
+    asked, device = {**HALF_BLOCKS, **change}, torch.device("cuda", gpu)
+    with PretendedDevice(device):
+        query = torch.empty(8192, 2, asked["head_dim"], dtype=asked["dtype"], device=device)
+        cache = torch.empty(8, asked["block_size"], 2, asked["head_dim"], dtype=asked["dtype"], device=device)
+        lengths = torch.empty(1, dtype=torch.int32, device=device)
+        metadata = AttentionMetadata(lengths, lengths, lengths, lengths[None], 8192, 8192)
+        triton_prefill.prefill(query, cache, cache, metadata, 0.1, query, window=asked["window"])
+    assert [launch.kernel for launch in launches + hopper_launches] == [wanted]
+
+
 # (heads, KV heads, head_dim) -> sequences, context, splits
 SPLITS = {
     (14, 2, 64): [(1, 64, 1), (1, 65, 2), (1, 100_000, 64), (8, 100_000, 64), (1024, 640, 2)],
