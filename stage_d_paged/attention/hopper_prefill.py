@@ -38,7 +38,6 @@ CONSUMERS = 2
 COPY = 64  # keys per copy: a tile may span blocks
 STAGES = {64: 4, 128: 3}  # by head size: what fits into shared memory
 BLOCK_N = 128  # keys per tile
-REGISTERS = [240, 24]  # per thread of the second consumer and of the producer
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed it
 
 
@@ -223,7 +222,6 @@ def hopper_prefill_kernel(
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
     COPY: gl.constexpr,
-    REGISTERS: gl.constexpr,
 ):
     TILE: gl.constexpr = 2 * ROWS // GROUP  # tokens per query tile
     kv_head = gl.program_id(0) % KV_HEADS
@@ -276,8 +274,8 @@ def hopper_prefill_kernel(
             (_produce, (k_pool, v_pool, table, last_block, kv_head * HEAD_DIM, tiles, shared,
                         HEAD_DIM, BLOCK_N, STAGES, BLOCK_SIZE, COPY)),
         ],
-        [4, 1],
-        REGISTERS,
+        [4, 1],  # warps of the second consumer and of the producer; the first has the kernel's
+        [240, 24],  # registers per thread
     )  # fmt: skip
 
 
@@ -323,6 +321,5 @@ def prefill(
         STAGES=STAGES[head_dim],
         ROWS=ROWS,
         COPY=COPY,
-        REGISTERS=REGISTERS,
         num_warps=4,
     )
