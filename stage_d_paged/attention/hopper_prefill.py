@@ -53,7 +53,9 @@ def _copy_tile(
         block = gl.maximum(gl.load(table + gl.minimum(start // BLOCK_SIZE, last_block)), 0)
         for c in gl.static_range(HEAD_DIM // 64):
             part = buffer.slice(j * COPY, COPY, 0).slice(c * 64, 64, 1)
-            tma.async_copy_global_to_shared(pool, [block * BLOCK_SIZE + start % BLOCK_SIZE, column + c * 64], full, part)
+            tma.async_copy_global_to_shared(
+                pool, [block * BLOCK_SIZE + start % BLOCK_SIZE, column + c * 64], full, part
+            )
 
 
 @gluon.jit

@@ -351,7 +351,8 @@ def prefill(
         from . import hopper_prefill  # here: only Hopper's GPUs need Gluon
 
         if hopper_prefill.takes(query, k_cache):
-            return hopper_prefill.prefill(query, k_cache, v_cache, metadata, scale, out)
+            hopper_prefill.prefill(query, k_cache, v_cache, metadata, scale, out)
+            return
     config = config or choose_prefill_config(query.element_size(), hopper, tokens, head_dim)
     block_m = max(config.block_m, triton.next_power_of_2(group))
     k_tiles, v_tiles = None, None
