@@ -6,12 +6,13 @@ written (`guarded_memory` in `conftest.py`), so a kernel that reads too much sho
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 import torch
 from kernel_cases import CASE, CPU, CUDA, F32, HALVES, case, interpreted, on_a_gpu, relative_error
-from no_gpu import PretendedDevice, recorded_launches
+from no_gpu import PretendedDevice, compiled_for_hopper, recorded_launches
 
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 from stage_d_paged.attention.decode_plan import plan_decode
@@ -367,6 +368,22 @@ def test_hopper_s_prefill_kernel_gets_what_it_can_compute(gpu, change, wanted, m
         metadata = AttentionMetadata(lengths, lengths, lengths, lengths[None], 8192, 8192)
         triton_prefill.prefill(query, cache, cache, metadata, 0.1, query, window=asked["window"])
     assert [launch.kernel for launch in launches + hopper_launches] == [wanted]
+
+
+@pytest.mark.parametrize(("shape", "keys"), [((14, 2, 64), 128), ((16, 8, 128), 128)])
+def test_hopper_s_prefill_kernel_computes_exponentials_while_a_product_runs(shape, keys):
+    hopper_prefill = pytest.importorskip("stage_d_paged.attention.hopper_prefill")
+    heads, kv_heads, head_dim = shape
+    swizzled = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
+    pool = f"tensordesc<bf16[64, 64],{swizzled}>"
+    types = dict.fromkeys(("out", "query"), "*bf16") | dict.fromkeys(("k_pool", "v_pool"), pool)
+    types |= dict.fromkeys(("block_tables", "context_lens", "cu_seqlens_q"), "*i32") | {"scale_log2": "fp32"}
+    types |= dict.fromkeys(("query_stride", "table_width", "num_seqs"), "i32")
+    constants = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": 64}
+    constants |= {"BLOCK_N": keys, "STAGES": hopper_prefill.STAGES[head_dim], "ROWS": 64, "COPY": 64}
+    ptx = compiled_for_hopper(hopper_prefill.hopper_prefill_kernel, types, constants, ("query_stride",), num_warps=4)
+    meanwhile = re.findall(r"wait_group\S* 1;(.*?)wait_group\S* 0;", ptx, re.DOTALL)
+    assert meanwhile and all("ex2.approx" in part for part in meanwhile)
 
 
 # (heads, KV heads, head_dim) -> sequences, context, splits
