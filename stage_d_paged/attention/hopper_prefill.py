@@ -5,8 +5,11 @@ every product before the softmax that reads it: tensor cores and exponentials ta
 (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608):
 
 - One warp, the **producer**, lets the copy engine fetch tiles of keys and values into a ring of STAGES buffers.
-- Two groups of four warps, the **consumers**, own 64 rows of queries each. A consumer starts the product of the next
-  tile's scores, then the product of this tile's weights and values, and computes the next weights meanwhile.
+- Two groups of four warps, the **consumers**, own 64 rows of queries each and never wait for each other.
+
+Heads of 128: a consumer starts the product of a tile's scores and the product of the previous tile's weights and
+values, and computes the tile's weights during the second product. Heads of 64 need fewer registers, so two programs fit
+on a multiprocessor: while one of the four consumers computes exponentials, the products of others run.
 
 Barriers in shared memory (`mbarrier`) connect them: `full` when a tile has arrived, `empty` when both consumers have
 read it. Gluon is Triton's language one level down: layouts, buffers and waits are written out. It runs on no CPU, so
@@ -17,6 +20,8 @@ the tests compare this kernel with the definition on a GPU only.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -36,8 +41,23 @@ from .triton_decode import LOG2_E
 ROWS = 64  # of a consumer: what one warp group multiplies
 CONSUMERS = 2
 COPY = 64  # keys per copy: a tile may span blocks
-STAGES = {64: 4, 128: 3}  # by head size: what fits into shared memory
-BLOCK_N = 128  # keys per tile
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Tuning of the kernel: the fastest of those tried on an H200."""
+
+    block_n: int  # keys per tile
+    num_stages: int
+    overlap: bool  # start the next scores before the values are multiplied
+    registers: int  # per thread of a consumer
+    max_registers: int | None  # per thread when the kernel starts; 80 lets two programs run on a multiprocessor
+
+
+CONFIGS = {
+    64: HopperConfig(block_n=64, num_stages=4, overlap=False, registers=104, max_registers=80),
+    128: HopperConfig(block_n=128, num_stages=2, overlap=True, registers=240, max_registers=None),
+}  # by head size
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 renamed it
 
 
@@ -103,7 +123,7 @@ def _weigh(scores, highest, total, scale_log2):
 
 
 @gluon.jit
-def _attend(
+def _attend_overlapping(
     acc, total, highest, weights, first, last, q, k_tiles, v_tiles, barriers, position, context_len, scale_log2,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -138,10 +158,44 @@ def _attend(
 
 
 @gluon.jit
+def _attend_in_turns(
+    acc, total, highest, first, last, q, k_tiles, v_tiles, barriers, position, context_len, scale_log2,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Continue the online softmax over the tiles first … last - 1, one step after the other."""
+    k_full, v_full, k_empty, v_empty = barriers
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    ROWS: gl.constexpr = q.shape[0]
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=score_layout)
+    for i in range(first, last):
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        barrier()  # all four warps have read the keys
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if MASKED:
+            scores = gl.where((i * BLOCK_N + key)[None, :] <= position[:, None], scores, float("-inf"))
+        p, highest, total, shrink = _weigh(scores, highest, total, scale_log2)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, out_layout))[:, None]
+        weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
+        mbarrier.wait(v_full.index(stage), phase)
+        if MASKED:
+            _clean(v_tiles.index(stage), i * BLOCK_N, context_len, HEAD_DIM, BLOCK_N)
+        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)])
+        barrier()
+        mbarrier.arrive(v_empty.index(stage), count=1)
+    return acc, total, highest
+
+
+@gluon.jit
 def _consume(
     out, query, scale_log2, query_stride, place, shared,
     PART: gl.constexpr, TILE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one consumer's rows."""
     seq_start, query_len, tile_start, cached, context_len, kv_head, unmasked, tiles = place
@@ -163,40 +217,50 @@ def _consume(
     fence_async_shared()
     barrier()
 
-    # The first tile's weights; its values are multiplied together with the scores of the second.
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     position = cached + tile_start + (PART * ROWS + gl.arange(0, ROWS, layout=row_layout)) // GROUP
-    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=score_layout)
-    mbarrier.wait(k_full.index(0), 0)
-    scores = warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    barrier()
-    mbarrier.arrive(k_empty.index(0), count=1)
-    if unmasked == 0:
-        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
     highest = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
-    p, highest, total, _ = _weigh(scores, highest, gl.zeros([ROWS], gl.float32, layout=row_layout), scale_log2)
-    weights = gl.convert_layout(p.to(query.dtype.element_ty), weight_layout)
-
+    total = gl.zeros([ROWS], gl.float32, layout=row_layout)
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout=out_layout)
-    acc, total, highest, weights = _attend(
-        acc, total, highest, weights, 1, unmasked, q, k_tiles, v_tiles, barriers, position, context_len, scale_log2,
-        HEAD_DIM, BLOCK_N, STAGES, False,
-    )  # fmt: skip
-    acc, total, highest, weights = _attend(
-        acc, total, highest, weights, gl.maximum(unmasked, 1), tiles, q, k_tiles, v_tiles, barriers, position,
-        context_len, scale_log2, HEAD_DIM, BLOCK_N, STAGES, True,
-    )  # fmt: skip
-    last = (tiles - 1) % STAGES
-    mbarrier.wait(v_full.index(last), ((tiles - 1) // STAGES) & 1)
-    _clean(v_tiles.index(last), (tiles - 1) * BLOCK_N, context_len, HEAD_DIM, BLOCK_N)
-    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)])
+    if OVERLAP:  # the first tile's weights; its values are multiplied while the second tile's weights are computed
+        key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=score_layout)
+        mbarrier.wait(k_full.index(0), 0)
+        scores = warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        barrier()
+        mbarrier.arrive(k_empty.index(0), count=1)
+        if unmasked == 0:
+            scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        p, highest, total, _ = _weigh(scores, highest, total, scale_log2)
+        weights = gl.convert_layout(p.to(query.dtype.element_ty), weight_layout)
+        acc, total, highest, weights = _attend_overlapping(
+            acc, total, highest, weights, 1, unmasked, q, k_tiles, v_tiles, barriers, position, context_len,
+            scale_log2, HEAD_DIM, BLOCK_N, STAGES, False,
+        )  # fmt: skip
+        acc, total, highest, weights = _attend_overlapping(
+            acc, total, highest, weights, gl.maximum(unmasked, 1), tiles, q, k_tiles, v_tiles, barriers, position,
+            context_len, scale_log2, HEAD_DIM, BLOCK_N, STAGES, True,
+        )  # fmt: skip
+        last = (tiles - 1) % STAGES
+        mbarrier.wait(v_full.index(last), ((tiles - 1) // STAGES) & 1)
+        _clean(v_tiles.index(last), (tiles - 1) * BLOCK_N, context_len, HEAD_DIM, BLOCK_N)
+        acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)])
+    else:
+        acc, total, highest = _attend_in_turns(
+            acc, total, highest, 0, unmasked, q, k_tiles, v_tiles, barriers, position, context_len, scale_log2,
+            HEAD_DIM, BLOCK_N, STAGES, False, query.dtype.element_ty,
+        )  # fmt: skip
+        acc, total, highest = _attend_in_turns(
+            acc, total, highest, unmasked, tiles, q, k_tiles, v_tiles, barriers, position, context_len, scale_log2,
+            HEAD_DIM, BLOCK_N, STAGES, True, query.dtype.element_ty,
+        )  # fmt: skip
 
-    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, out_layout))[:, None]
     row = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out_layout))
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, out_layout))
     token = tile_start + row // GROUP
+    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, out_layout))[:, None]
+    acc = gl.where((cached + token >= 0)[:, None], acc, 0.0)  # a padding sequence has no keys
     inside = (row < TILE * GROUP) & (token < query_len)
     offset = ((seq_start + token).to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP) * HEAD_DIM
     gl.store(out + offset[:, None] + column[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
@@ -224,6 +288,8 @@ def hopper_prefill_kernel(
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
     COPY: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     TILE: gl.constexpr = 2 * ROWS // GROUP  # tokens per query tile
     kv_head = gl.program_id(0) % KV_HEADS
@@ -270,23 +336,26 @@ def hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (_consume, (out, query, scale_log2, query_stride, place, shared,
-                        0, TILE, KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES)),
+                        0, TILE, KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES, OVERLAP)),
             (_consume, (out, query, scale_log2, query_stride, place, shared,
-                        1, TILE, KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES)),
+                        1, TILE, KV_HEADS, GROUP, HEAD_DIM, BLOCK_N, STAGES, OVERLAP)),
             (_produce, (k_pool, v_pool, table, last_block, kv_head * HEAD_DIM, tiles, shared,
                         HEAD_DIM, BLOCK_N, STAGES, BLOCK_SIZE, COPY)),
         ],
         [4, 1],  # warps of the second consumer and of the producer; the first has the kernel's
-        [240, 24],  # registers per thread
+        [REGISTERS, 24],  # their registers per thread
     )  # fmt: skip
 
 
+MIN_TOKENS = 4096  # with fewer, the smaller tiles of `triton_prefill.py` occupy more multiprocessors
+
+
 def takes(query: torch.Tensor, cache: torch.Tensor) -> bool:
-    """Return whether the kernel can compute a prefill: 16 bits, heads of 64 or 128, blocks of whole copies."""
+    """Return whether this kernel is for a prefill: many tokens, 16 bits, heads of 64 or 128, blocks of whole copies."""
     if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device)[0] != 9:
         return False
     narrow = query.dtype == cache.dtype and query.element_size() == 2
-    return narrow and query.shape[-1] in STAGES and cache.shape[1] % COPY == 0
+    return narrow and query.shape[0] >= MIN_TOKENS and query.shape[-1] in CONFIGS and cache.shape[1] % COPY == 0
 
 
 def prefill(
@@ -300,7 +369,7 @@ def prefill(
     """Write to `out` the attention of every sequence that has more than one query; leave other rows unchanged."""
     tokens, heads, head_dim = query.shape
     blocks, block_size, kv_heads, _ = k_cache.shape
-    seqs, group = metadata.context_lens.shape[0], heads // kv_heads
+    seqs, group, config = metadata.context_lens.shape[0], heads // kv_heads, CONFIGS[head_dim]
     shape, layout = [blocks * block_size, kv_heads * head_dim], gl.NVMMASharedLayout(128, 16, 2)
     pools = [TensorDescriptor(cache, shape, [shape[1], 1], [COPY, 64], layout) for cache in (k_cache, v_cache)]
     tiles = tokens // (CONSUMERS * ROWS // group) + seqs
@@ -319,9 +388,12 @@ def prefill(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_N=BLOCK_N,
-        STAGES=STAGES[head_dim],
+        BLOCK_N=config.block_n,
+        STAGES=config.num_stages,
         ROWS=ROWS,
         COPY=COPY,
+        OVERLAP=config.overlap,
+        REGISTERS=config.registers,
         num_warps=4,
+        maxnreg=config.max_registers,
     )
