@@ -16,8 +16,10 @@ read it. Gluon is Triton's language one level down: layouts, buffers and waits a
 the tests compare this kernel with the definition on a GPU only.
 """
 
-# A launch passes plain numbers for constexpr arguments, and options of Triton's that no kernel declares.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# A launch passes plain numbers for constexpr arguments, and options of Triton's that no kernel declares. Gluon's types
+# say nothing of constants and tensors: a layout may be a constexpr, and a number that a loop changes is a tensor.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
