@@ -347,6 +347,12 @@ def prefill(
     block_size, kv_heads = k_cache.shape[1:3]
     seqs, group = metadata.context_lens.shape[0], heads // kv_heads
     hopper = _is_hopper(query.device)
+    if hopper and config is None and scales is None and not window:
+        from . import hopper_prefill  # here: only Hopper's GPUs need Gluon
+
+        if hopper_prefill.takes(query, k_cache):
+            hopper_prefill.prefill(query, k_cache, v_cache, metadata, scale, out)
+            return
     config = config or choose_prefill_config(query.element_size(), hopper, tokens, head_dim)
     block_m = max(config.block_m, triton.next_power_of_2(group))
     k_tiles, v_tiles = None, None
