@@ -52,7 +52,7 @@ stop, note = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
 own = [tensor.data_ptr() for tensor in (calls, stop, note)]
 addresses = torch.tensor([mailbox.ctypes.data for mailbox in mailboxes] + own)
 one_shot = module.OneShotAllReduce.__new__(module.OneShotAllReduce)
-one_shot.rank, one_shot.size, one_shot.peers = rank, ranks, rank_sum.Peers(addresses, rank, ranks)
+one_shot.rank, one_shot.size, one_shot.peers, one_shot._pdl = rank, ranks, rank_sum.Peers(addresses, rank, ranks), False
 
 def values(of_rank, turn, *shape):
     return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1000 * turn + of_rank))
