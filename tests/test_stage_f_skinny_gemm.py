@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import product
 
@@ -266,19 +267,33 @@ def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and
         assert launch.num_stages == (5 if tokens > 16 else 8), "above 16 tokens the next product gets room beside it"
 
 
-@pytest.mark.parametrize("rows", [32, 64])
-def test_compiled_for_hopper_64_weight_rows_are_multiplied_from_shared_memory(rows):
-    """Lower tiles by instructions that read the weights from registers."""
+def product_for_hopper(**constants: object) -> str:
+    """PTX of the product that is added to the residual, for 16 tokens of Qwen2.5-7B."""
     pytest.importorskip("triton")
     from stage_f_graph_tp.kernels.skinny_gemm_kernels import product_add_kernel
 
-    constants = {"SIZE": 3584, "OUT_SIZE": 3584, "SPLITS": 2, "BLOCK_N": rows, "RANK": 0, "RANKS": 1, "PDL": True}
+    constants = {"SIZE": 3584, "OUT_SIZE": 3584, "RANK": 0, "PDL": True} | constants
     constants |= {"BLOCK_M": 16, "BLOCK_K": 128, "PRECISION": "tf32"}
     types = dict.fromkeys(product_add_kernel.arg_names, "i32")
     types |= dict.fromkeys(("x", "weight", "residual"), "*bf16") | dict.fromkeys(("squares", "partial"), "*fp32")
-    types |= dict.fromkeys(("arrival_counters", "peers"), "*i32")
-    found = compiled_for_hopper(product_add_kernel, types, constants, ("x_stride", "residual_stride"), num_stages=8)
+    types |= {"arrival_counters": "*i32", "peers": "*i64"}
+    return compiled_for_hopper(product_add_kernel, types, constants, ("x_stride", "residual_stride"), num_stages=8)
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_compiled_for_hopper_64_weight_rows_are_multiplied_from_shared_memory(rows):
+    """Lower tiles by instructions that read the weights from registers."""
+    found = product_for_hopper(BLOCK_N=rows, SPLITS=2, RANKS=1)
     assert ("wgmma.mma" in found) == (rows == 64) and ("mma.sync" in found) == (rows == 32)
+
+
+@pytest.mark.parametrize("rows, splits", [(32, 1), (64, 2)])
+def test_compiled_for_hopper_a_look_at_the_mailbox_loads_the_parts_of_all_ranks_together(rows, splits):
+    found = product_for_hopper(BLOCK_N=rows, SPLITS=splits, RANKS=4)
+    loads = re.findall(r"ld\.volatile\.global\.v\d|bar\.sync", found)
+    first = loads.index("ld.volatile.global.v4")
+    assert loads.count("ld.volatile.global.v4") == 3 * rows * 16 // 4 // 128
+    assert "bar.sync" not in loads[first : first + loads.count("ld.volatile.global.v4")]
 
 
 def test_compiled_for_hopper_the_halves_of_a_product_are_separated_in_registers():
