@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # tokens, hidden, heads, KV heads, head_dim
 ATTENTION = [(1, 32, 2, 1, 16), (5, 56, 3, 3, 24), (17, 40, 4, 2, 64), (70, 24, 7, 1, 20)]
 REAL = [(9, 896, 14, 2, 64), (32, 1024, 16, 8, 128), (64, 2048, 32, 8, 64), (32, 3584, 28, 4, 128)]
-# hidden, intermediate, heads, KV heads, head_dim: of a model, or of what each of two ranks has of it
+# hidden, intermediate, heads, KV heads, head_dim: of a model, or of what each of two or four ranks has of it
 SMALL = {
     "qwen2.5-0.5b": (896, 4864, 14, 2, 64),
     "qwen3-0.6b": (1024, 3072, 16, 8, 128),
@@ -28,6 +28,7 @@ SMALL = {
 LARGE = {
     "qwen2.5-7b": (3584, 18944, 28, 4, 128),
     "half of qwen2.5-7b": (3584, 9472, 14, 2, 128),
+    "a quarter of qwen2.5-7b": (3584, 4736, 7, 1, 128),
     "llama-3.1-8b": (4096, 14336, 32, 8, 128),
     "half of llama-3.1-8b": (4096, 7168, 16, 4, 128),
 }
@@ -256,7 +257,8 @@ def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and
     from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT
 
     assert (qkv.PAIRS, gate_up.BLOCK_N, out.BLOCK_N, down.BLOCK_N) == (32, 32, 64, 64)
-    together = {"qwen2.5-7b": 3, "llama-3.1-8b": 2, "half of qwen2.5-7b": 3 if tokens > 16 else 1}.get(model, 1)
+    together = {"qwen2.5-7b": 3, "llama-3.1-8b": 2, "a quarter of qwen2.5-7b": 2}.get(model, 1)
+    together = 3 if model == "half of qwen2.5-7b" and tokens > 16 else together
     for launch, count in (qkv, 1), (out, 1), (gate_up, together), (down, 1):  # programs of a multiprocessor
         used = launch.num_stages * (64 + launch.BLOCK_M) * 256
         assert used <= 211 << 10
@@ -265,6 +267,21 @@ def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and
     for launch in (out, down):
         assert launch.SPLITS == 2 and SLOT.value >= 4 * 64 * launch.BLOCK_M and hidden / 64 <= PROGRAMS.value
         assert launch.num_stages == (5 if tokens > 16 else 8), "above 16 tokens the next product gets room beside it"
+
+
+@pytest.mark.usefixtures("pretended_gpus")
+def test_up_to_16_tokens_a_sum_of_four_ranks_has_no_splits_and_gate_up_fits_beside_the_output():
+    pytest.importorskip("triton")
+    from stage_f_graph_tp.kernels.skinny_gemm import choose_tiles
+
+    out, down = (choose_tiles(3584, columns, 16, H200, splits=True, ranks=4) for columns in (896, 4736))
+    gate_up = choose_tiles(4736, 3584, 16, H200)
+    for tiles in out, down:
+        assert (tiles.rows, tiles.splits) == (32, 1)
+    memory = out.stages * (out.rows + 16) + gate_up.stages * (2 * gate_up.rows + 16)
+    assert out.stages > 896 // 128 and memory * 256 <= 226 << 10
+    for ranks, tokens in (2, 16), (4, 17):
+        assert choose_tiles(3584, 4736, tokens, H200, splits=True, ranks=ranks).splits == 2
 
 
 def product_for_hopper(**constants: object) -> str:

@@ -304,6 +304,8 @@ def product_add_kernel(
                 tl.program_id(1) * BLOCK_M + place // BLOCK_N < tokens
             )
             own = tl.reshape(tl.trans(acc), (BLOCK_M * BLOCK_N,))
+            if BLOCK_M > 16:  # the bytes that are sent count
+                own = own.to(before.dtype)
             own = sum_of_ranks(own, place, sent, tile, peers, RANK, RANKS)
             acc = tl.trans(tl.reshape(own, (BLOCK_M, BLOCK_N)))
         total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm uses the stored values
