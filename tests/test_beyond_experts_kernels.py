@@ -181,13 +181,15 @@ MODELS = [
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("preset", "options", "on_ranks"), MODELS)
-def test_whole_models_give_the_references_tokens(preset, options, on_ranks, draw_norm_weights) -> None:
-    from beyond.experts import LLM, SamplingParams
-    from beyond.experts.fused_layers import choose_layers, triton_experts
-    from beyond.quantization.fused_layers import QuantizedProducts
+def test_whole_models_give_the_references_tokens(preset, options, on_ranks, draw_norm_weights, monkeypatch) -> None:
+    from beyond.experts import LLM, SamplingParams, fused_layers
+    from beyond.quantization import fused_layers as eight_bits
     from beyond.quantization.layers import QuantizedLinear
 
-    prompts = [[5, 6, 7] * 45, [9, 10]]  # together more than few tokens
+    monkeypatch.setattr(fused_layers, "ROUTED_TOGETHER", 16)
+    monkeypatch.setattr(fused_layers, "skinny_limit", lambda *_: 16)
+    monkeypatch.setattr(eight_bits, "SKINNY_MAX_TOKENS", 16)
+    prompts = [[5, 6, 7] * 6, [9, 10]]  # together more than few tokens
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     reference, llm = (LLM(f"random:{preset}", device="cpu", **EXACT, **options) for _ in range(2))
     for engine in reference, llm:
@@ -195,11 +197,12 @@ def test_whole_models_give_the_references_tokens(preset, options, on_ranks, draw
     expected = reference.generate(prompts, params, False)
     for module in llm.runner.model.modules():
         if isinstance(module, QuantizedLinear):
-            module.product = QuantizedProducts(CPU)
+            module.product = eight_bits.QuantizedProducts(CPU)
         if isinstance(module, SparseMLP):
-            module.compute = partial(run_on_all_rows, triton_experts) if on_ranks else triton_experts
+            compute = fused_layers.triton_experts
+            module.compute = partial(run_on_all_rows, compute) if on_ranks else compute
             module.down_proj = RowParallelLinear(module.down_proj, OneRank()) if on_ranks else module.down_proj
-    choose_layers(llm.runner.model, llm.options)
+    fused_layers.choose_layers(llm.runner.model, llm.options)
     found = llm.generate(prompts, params, False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in expected]
 
