@@ -66,20 +66,21 @@ def check_products(tokens, in_features, out_features, name, group, device, dtype
     x = torch.randn(tokens, in_features + 3, device=device).to(dtype)[:, :in_features]
     gain, bias = torch.rand(in_features, device=device).to(dtype), torch.randn(out_features, device=device).to(dtype)
     weight, exact = make_weight(out_features, in_features, name, group, device, dtype)
-    close(products.product(x, weight, bias, tiles), x.double() @ exact.t() + bias.double(), dtype)
+    counters = torch.zeros(4096, dtype=torch.int32, device=device)
+    shared = {"tiles": tiles, "arrival_counters": counters}
+    close(products.product(x, weight, bias, **shared), x.double() @ exact.t() + bias.double(), dtype)
     close(products.dequantize(weight, dtype), exact, dtype)
 
     stream = products.scale_rows(x, gain)
-    found = products.normed_product(stream, EPS, weight, bias, tiles)
+    found = products.normed_product(stream, EPS, weight, bias, **shared)
     close(found, normed(x, gain) @ exact.t() + bias.double(), dtype)
 
     pair, exact_pair = make_weight(2 * out_features, in_features, name, group, device, dtype)
     gate, up = (normed(x, gain) @ exact_pair.t()).chunk(2, dim=-1)
-    close(products.gate_up_silu(stream, EPS, pair, tiles), F.silu(gate) * up, dtype)
+    close(products.gate_up_silu(stream, EPS, pair, **shared), F.silu(gate) * up, dtype)
 
     residual = torch.randn(tokens, out_features + 1, device=device).to(dtype)[:, :out_features]
     expected = residual.double() + x.double() @ exact.t()
-    counters = torch.zeros(4096, dtype=torch.int32, device=device)
     next_gain = torch.rand(out_features, device=device).to(dtype)
     stream = products.product_add(x, weight, residual, next_gain, counters, tiles)
     assert stream.x is residual and not counters.any(), "the counters must be left as they were"
@@ -95,9 +96,9 @@ def test_the_kernels_are_right_in_the_interpreter(run_interpreted_tests):
     run_interpreted_tests(__file__)
 
 
-# A shape, format and group; and tiles of 16 rows, by splits and slices.
-TILED = product([(5, 300, 40)], ["int8"], [None, 128], [(2, 1), (2, 4)])
-LARGE_TILED = product([(5, 4864, 896)], FORMATS, [None, 128], [(4, 1), (1, 2), (2, 4)])
+# A shape, format and group; and tiles of 16 rows, by programs (0: one per tile) and slices.
+TILED = product([(5, 300, 40)], ["int8"], [None, 128], [(7, 1), (2, 4)])
+LARGE_TILED = product([(5, 4864, 896)], FORMATS, [None, 128], [(132, 1), (0, 2), (100, 4)])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,8 @@ def test_products_are_the_definition(case, device, dtype):
     if cut:
         from beyond.quantization.tiles import Tiles
 
-        splits, slices = cut
-        tiles = Tiles(16, slices * (group or 16), 4 if slices == 1 else slices, 2, splits, slices)
+        programs, slices = cut
+        tiles = Tiles(16, slices * (group or 16), 4 if slices == 1 else slices, 2, programs, slices)
     check_products(*shape, name, group, device, dtype, tiles)
 
 

@@ -178,6 +178,36 @@ def _product(
     )
 
 
+@triton.jit
+def _sum_of_parts(
+    acc, partial, arrival_counters, tile, steps: tl.constexpr, total, ROWS: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Store a part of a tile's sums `acc [ROWS, TOKENS]`; add all parts up if this program stores the last one.
+
+    A program has at most two tiles that it shares with others: its first one, if it begins in the middle of it, and its
+    last one. So it has room for two parts.
+
+    Returns the sums, and whether they are complete.
+    """
+    programs = tl.num_programs(0)
+    first = tile * steps
+    position = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    program = tl.program_id(0)
+    part = 2 * program + (program * total // programs < first).to(tl.int32)
+    tl.store(partial + part.to(tl.int64) * (ROWS * TOKENS) + position, acc)
+    tl.debug_barrier()  # every thread's part is written before one thread counts it
+    first_program = ((first + 1) * programs - 1) // total
+    last_program = ((first + steps) * programs - 1) // total
+    is_last = tl.atomic_add(arrival_counters + tile, 1, sem="acq_rel", scope="gpu") == last_program - first_program
+    if is_last:
+        tl.store(arrival_counters + tile, 0)  # ready for the next launch
+        acc = tl.zeros([ROWS, TOKENS], tl.float32)
+        for program in range(first_program, last_program + 1):
+            part = 2 * program + (program * total // programs < first).to(tl.int32)
+            acc += tl.load(partial + part.to(tl.int64) * (ROWS * TOKENS) + position, cache_modifier=".cg")
+    return acc, is_last
+
+
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def product_kernel(
     x,
@@ -189,13 +219,23 @@ def product_kernel(
     values,
     scales,
     bias,
+    residual,
+    residual_stride,
+    gain,
     out,
+    new_squares,
+    partial,
+    arrival_counters,
     SIZE: tl.constexpr,
     OUT_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
+    PAIRED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -203,101 +243,95 @@ def product_kernel(
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply by BLOCK_N weight rows; then the second half of the norm before the product, and the bias."""
-    # Neighbouring programs share weights, which are larger than the L2 cache; the tokens are not.
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token_inside = token < tokens
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_inside = row < OUT_SIZE
-    start_next(PDL)
-    if HAS_BIAS:
-        biases = tl.load(bias + row, mask=row_inside, other=0.0)
-    wait_for_previous(PDL)
-    if HAS_NORM:
-        sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
-    acc = _product(
-        x,
-        x_stride,
-        token,
-        token_inside,
-        values,
-        scales,
-        row,
-        row_inside,
-        0,
-        tl.cdiv(SIZE, BLOCK_K),
-        SIZE,
-        GROUP,
-        SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0,
-        BLOCK_K,
-        SLICES,
-        PRECISION,
-    )
-    if HAS_NORM:
-        acc *= row_scale(sums, SIZE, eps)
-    if HAS_BIAS:
-        acc += biases.to(tl.float32)[:, None]
-    target = out + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None]
-    tl.store(target, acc, mask=row_inside[:, None] & token_inside[None, :])
+    """Multiply by BLOCK_N weight rows per tile, with what comes before and after the product.
 
+    First the second half of the norm before it (HAS_NORM). After it the bias, or `silu(gate) * up` (PAIRED: a tile has
+    BLOCK_N rows of gate and the same rows of up), or the sum with the residual and the first half of the next norm.
 
-@triton.jit(do_not_specialize=["tokens", "parts"])
-def gate_up_silu_kernel(
-    x,
-    x_stride,
-    squares,
-    parts,
-    tokens,
-    eps,
-    values,
-    scales,
-    out,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    INTERMEDIATE: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Multiply by BLOCK_N rows of gate and the same rows of up; then `silu(gate) * up`."""
-    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token_inside = token < tokens
-    first = tl.program_id(0) * BLOCK_N
-    index = tl.arange(0, 2 * BLOCK_N)
-    row = first + index % BLOCK_N + index // BLOCK_N * INTERMEDIATE  # one product of twice the height
-    row_inside = first + index % BLOCK_N < INTERMEDIATE
+    A tile has as many steps as BLOCK_K columns fit into a row. The steps of all tiles are divided evenly among the
+    programs. With WHOLE there are as many programs as tiles.
+    """
+    HEIGHT: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
+    steps: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
+    token_blocks = tl.cdiv(tokens, BLOCK_M)
+    total = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N * token_blocks * steps
     start_next(PDL)
     wait_for_previous(PDL)
-    sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
-    acc = _product(
-        x,
-        x_stride,
-        token,
-        token_inside,
-        values,
-        scales,
-        row,
-        row_inside,
-        0,
-        tl.cdiv(SIZE, BLOCK_K),
-        SIZE,
-        GROUP,
-        SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0,
-        BLOCK_K,
-        SLICES,
-        PRECISION,
-    )
-    scale = row_scale(sums, SIZE, eps)
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
-    row = first + tl.arange(0, BLOCK_N)
-    gate *= scale
-    target = token.to(tl.int64)[None, :] * INTERMEDIATE + row[:, None]
-    inside = (row < INTERMEDIATE)[:, None] & token_inside[None, :]
-    tl.store(out + target, gate * tl.sigmoid(gate) * (up * scale), mask=inside)
+    step = tl.program_id(0) * steps
+    end = step + steps
+    if not WHOLE:
+        step = tl.program_id(0) * total // tl.num_programs(0)
+        end = (tl.program_id(0) + 1) * total // tl.num_programs(0)
+    while step < end:
+        tile = step // steps
+        begin = step % steps
+        count = min(steps - begin, end - step)
+        # Neighbouring programs share weights, which are larger than the L2 cache; the tokens are not.
+        token = tile % token_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+        token_inside = token < tokens
+        first = tile // token_blocks * BLOCK_N
+        own = first + tl.arange(0, BLOCK_N)
+        own_inside = own < OUT_SIZE
+        inside = own_inside[:, None] & token_inside[None, :]
+        row = own
+        row_inside = own_inside
+        if PAIRED:  # one product of twice the height: 8 rows of gate, 8 of up, so that a thread has both of a pair
+            index = tl.arange(0, HEIGHT)
+            row = first + index // 16 * 8 + index % 8
+            row_inside = row < OUT_SIZE
+            row += index // 8 % 2 * OUT_SIZE
+        if HAS_NORM:
+            sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
+        if HAS_BIAS:
+            biases = tl.load(bias + row, mask=row_inside, other=0.0)
+        target = token.to(tl.int64)[None, :] * residual_stride + own[:, None]
+        if HAS_RESIDUAL and BLOCK_M <= 32:  # more tokens need the registers
+            before = tl.load(residual + target, mask=inside, other=0.0)
+        acc = _product(
+            x,
+            x_stride,
+            token,
+            token_inside,
+            values,
+            scales,
+            row,
+            row_inside,
+            begin * BLOCK_K,
+            count,
+            SIZE,
+            GROUP,
+            SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0,
+            BLOCK_K,
+            SLICES,
+            PRECISION,
+        )
+        is_complete = True
+        if not WHOLE:
+            if count < steps:
+                acc, is_complete = _sum_of_parts(
+                    acc, partial, arrival_counters, tile, steps, total, HEIGHT, BLOCK_M
+                )
+        if is_complete:
+            if HAS_NORM:
+                acc *= row_scale(sums, SIZE, eps)
+            if HAS_BIAS:
+                acc += biases.to(tl.float32)[:, None]
+            if PAIRED:
+                gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+                acc = tl.reshape(gate * tl.sigmoid(gate) * up, (BLOCK_N, BLOCK_M))
+            if HAS_RESIDUAL:
+                if BLOCK_M > 32:
+                    before = tl.load(residual + target, mask=inside, other=0.0)
+                # Rounded here: the norm uses the stored values.
+                acc = (acc + before.to(tl.float32)).to(before.dtype).to(tl.float32)
+                tl.store(residual + target, acc, mask=inside)
+            if HAS_GAIN:
+                square_sums = new_squares + tile // token_blocks * tokens + token
+                tl.store(square_sums, tl.sum(acc * acc, 0), mask=token_inside)
+                acc *= tl.load(gain + own, mask=own_inside, other=0.0).to(tl.float32)[:, None]
+            if HAS_GAIN or not HAS_RESIDUAL:
+                tl.store(out + token.to(tl.int64)[None, :] * OUT_SIZE + own[:, None], acc, mask=inside)
+        step += count
 
 
 @triton.jit
@@ -312,84 +346,3 @@ def scale_kernel(x, x_stride, gain, scaled, squares, SIZE: tl.constexpr, SIZE_PA
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(scaled + row * SIZE + column, values * gains, mask=inside)
     tl.store(squares + row, tl.sum(values * values, 0))
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def product_add_kernel(
-    x,
-    x_stride,
-    tokens,
-    values,
-    scales,
-    residual,
-    residual_stride,
-    gain,
-    scaled,
-    squares,
-    partial,
-    arrival_counters,
-    SIZE: tl.constexpr,
-    OUT_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Multiply by BLOCK_N weight rows, some columns per split; add the residual; begin the norm."""
-    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token_inside = token < tokens
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_inside = row < OUT_SIZE
-    split = tl.program_id(2)
-    steps: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of BLOCK_K columns, for each split
-    start_next(PDL)
-    if HAS_GAIN:
-        gains = tl.load(gain + row, mask=row_inside, other=0.0)
-    wait_for_previous(PDL)
-    inside = row_inside[:, None] & token_inside[None, :]
-    target = residual + token.to(tl.int64)[None, :] * residual_stride + row[:, None]
-    before = tl.load(target, mask=inside, other=0.0)
-    acc = _product(
-        x,
-        x_stride,
-        token,
-        token_inside,
-        values,
-        scales,
-        row,
-        row_inside,
-        split * steps * BLOCK_K,
-        steps,
-        SIZE,
-        GROUP,
-        SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0,
-        BLOCK_K,
-        SLICES,
-        PRECISION,
-    )
-    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    last = True
-    if SPLITS > 1:
-        position = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        parts = partial + tile * (SPLITS * BLOCK_N * BLOCK_M) + position
-        tl.store(parts + split * (BLOCK_N * BLOCK_M), acc)
-        tl.debug_barrier()  # every thread's part is written before one thread counts it
-        last = tl.atomic_add(arrival_counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if last:
-            tl.store(arrival_counters + tile, 0)  # ready for the next launch
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for part in tl.static_range(SPLITS):
-                acc += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-    if last:
-        total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm uses the stored values
-        tl.store(target, total, mask=inside)
-        if HAS_GAIN:
-            total = total.to(tl.float32)
-            weighted = total * gains.to(tl.float32)[:, None]
-            tl.store(scaled + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None], weighted, mask=inside)
-            tl.store(squares + tl.program_id(0) * tokens + token, tl.sum(total * total, 0), mask=token_inside)

@@ -15,7 +15,7 @@ is the fastest, and dequantising the matrix first is a small part of the time.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,7 @@ from torch import Tensor
 from beyond.quantization.conversion import dequantize_kernel
 from beyond.quantization.formats import Quantized
 from beyond.quantization.options import GROUP_SIZE
-from beyond.quantization.product_kernels import (
-    gate_up_silu_kernel,
-    product_add_kernel,
-    product_kernel,
-    scale_kernel,
-)
+from beyond.quantization.product_kernels import product_kernel, scale_kernel
 from beyond.quantization.tiles import Tiles, choose_tiles, token_block
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import ceil_div
@@ -71,12 +66,19 @@ def scale_rows(x: Tensor, gain: Tensor, pdl: bool = True) -> Stream:
 
 
 def product(
-    x: Tensor, weight: Quantized, bias: Tensor | None = None, tiles: Tiles | None = None, pdl: bool = True
+    x: Tensor,
+    weight: Quantized,
+    bias: Tensor | None = None,
+    tiles: Tiles | None = None,
+    pdl: bool = True,
+    arrival_counters: Tensor | None = None,
 ) -> Tensor:
     """Compute `x Wᵀ (+ b)`: `[tokens, in_features]` -> `[tokens, out_features]`."""
     if x.shape[0] > PRODUCT_MAX_TOKENS:
         return F.linear(x, dequantize(weight, x.dtype), bias)
-    return _product(x, None, 0.0, weight, bias, tiles, pdl)
+    out = torch.empty(x.shape[0], weight.values.shape[0], dtype=x.dtype, device=x.device)
+    _multiply(x, weight, out, tiles, arrival_counters, pdl, bias=bias)
+    return out
 
 
 def normed_product(
@@ -86,71 +88,27 @@ def normed_product(
     bias: Tensor | None,
     tiles: Tiles | None = None,
     pdl: bool = True,
+    arrival_counters: Tensor | None = None,
 ) -> Tensor:
     """Compute the product of the normalised rows, given the first half of their norm."""
-    return _product(stream.scaled, stream.squares, eps, weight, bias, tiles, pdl)
-
-
-def _product(
-    x: Tensor,
-    squares: Tensor | None,
-    eps: float,
-    weight: Quantized,
-    bias: Tensor | None,
-    tiles: Tiles | None,
-    pdl: bool,
-) -> Tensor:
-    tokens = x.shape[0]
-    rows, columns = weight.values.shape
-    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device)
-    block_m = token_block(tokens)
-    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    parts = 1 if squares is None else len(squares)
-    product_kernel[ceil_div(tokens, block_m), ceil_div(rows, tiles.rows)](
-        x,
-        x.stride(0),
-        out if squares is None else squares,
-        parts,
-        tokens,
-        eps,
-        *weight,
-        out if bias is None else bias,
-        out,
-        SIZE=columns,
-        OUT_SIZE=rows,
-        GROUP=_group(weight),
-        PARTS=triton.next_power_of_2(parts),
-        HAS_NORM=squares is not None,
-        HAS_BIAS=bias is not None,
-        BLOCK_M=block_m,
-        **_settings(tiles, x, pdl),
-    )
+    x = stream.scaled
+    out = torch.empty(x.shape[0], weight.values.shape[0], dtype=x.dtype, device=x.device)
+    _multiply(x, weight, out, tiles, arrival_counters, pdl, squares=stream.squares, eps=eps, bias=bias)
     return out
 
 
-def gate_up_silu(stream: Stream, eps: float, weight: Quantized, tiles: Tiles | None = None, pdl: bool = True) -> Tensor:
+def gate_up_silu(
+    stream: Stream,
+    eps: float,
+    weight: Quantized,
+    tiles: Tiles | None = None,
+    pdl: bool = True,
+    arrival_counters: Tensor | None = None,
+) -> Tensor:
     """Compute `silu(gate) * up` of the normalised rows; `weight` is `[2 * intermediate, hidden]`, gate rows first."""
-    x, tokens = stream.scaled, stream.x.shape[0]
-    intermediate, hidden = weight.values.shape[0] // 2, weight.values.shape[1]
-    tiles = tiles or choose_tiles(intermediate, hidden, tokens, x.element_size(), _group(weight), x.device, 2)
-    block_m, parts = token_block(tokens), len(stream.squares)
-    out = torch.empty(tokens, intermediate, dtype=x.dtype, device=x.device)
-    gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, block_m)](
-        x,
-        x.stride(0),
-        stream.squares,
-        parts,
-        tokens,
-        eps,
-        *weight,
-        out,
-        SIZE=hidden,
-        GROUP=_group(weight),
-        PARTS=triton.next_power_of_2(parts),
-        INTERMEDIATE=intermediate,
-        BLOCK_M=block_m,
-        **_settings(tiles, x, pdl),
-    )
+    x = stream.scaled
+    out = torch.empty(x.shape[0], weight.values.shape[0] // 2, dtype=x.dtype, device=x.device)
+    _multiply(x, weight, out, tiles, arrival_counters, pdl, squares=stream.squares, eps=eps, paired=True)
     return out
 
 
@@ -168,42 +126,80 @@ def product_add(
     Arguments and errors as of stage F's `product_add`; `weight` is `Quantized`, and `gain` the weight `[out_features]`
     of the sum's next norm, or None. With a `gain`, the result is a `Stream`.
     """
-    tokens = x.shape[0]
-    rows, columns = weight.values.shape
-    if tokens > PRODUCT_MAX_TOKENS and gain is None:
+    if x.shape[0] > PRODUCT_MAX_TOKENS and gain is None:
         return residual.addmm_(x, dequantize(weight, x.dtype).t())
-    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device, splits=True)
-    block_m = token_block(tokens)
-    blocks = ceil_div(rows, tiles.rows), ceil_div(tokens, block_m)
-    num_tiles = blocks[0] * blocks[1]
-    if tiles.splits > 1 and num_tiles > len(arrival_counters):
+    scaled = residual if gain is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
+    squares = _multiply(x, weight, scaled, tiles, arrival_counters, pdl, residual=residual, gain=gain)
+    return residual if gain is None else Stream(residual, scaled, squares)
+
+
+def _multiply(
+    x: Tensor,
+    weight: Quantized,
+    out: Tensor,
+    tiles: Tiles | None,
+    arrival_counters: Tensor | None,
+    pdl: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gain: Tensor | None = None,
+    paired: bool = False,
+) -> Tensor:
+    """Launch the kernel. Returns its sums of squares, float32 `[parts, tokens]`, if there is a `gain`.
+
+    Without `arrival_counters` every tile has one program.
+    """
+    tokens, (rows, columns) = x.shape[0], weight.values.shape
+    height = 2 if paired else 1
+    rows, group, block_m = rows // height, _group(weight), token_block(tokens)
+    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), group, x.device, height, residual is not None)
+    row_tiles = ceil_div(rows, tiles.rows)
+    num_tiles = row_tiles * ceil_div(tokens, block_m)
+    programs = num_tiles if arrival_counters is None else tiles.programs or num_tiles
+    if arrival_counters is not None and programs != num_tiles and num_tiles > len(arrival_counters):
         raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
-    num_squares, num_partial = blocks[0] * tokens, num_tiles * tiles.splits * tiles.rows * block_m
-    length = num_squares + (num_partial if tiles.splits > 1 else 0)
-    space = torch.empty(length, dtype=torch.float32, device=x.device)  # one allocation for both
-    squares, partial = space[:num_squares].view(blocks[0], tokens), space[num_squares:]
-    scaled = residual if gain is None else torch.empty_like(residual)
-    product_add_kernel[*blocks, tiles.splits](
+    num_squares = row_tiles * tokens if gain is not None else 0
+    num_partial = 2 * programs * tiles.rows * height * block_m if programs != num_tiles else 0
+    space = torch.empty(num_squares + num_partial, dtype=torch.float32, device=x.device)  # one allocation for both
+    parts = 1 if squares is None else len(squares)
+    product_kernel[programs,](
         x,
         x.stride(0),
+        out if squares is None else squares,
+        parts,
         tokens,
+        eps,
         *weight,
-        residual,
-        residual.stride(0),
-        residual if gain is None else gain,
-        scaled,
-        squares,
-        partial,
-        arrival_counters,
+        out if bias is None else bias,
+        out if residual is None else residual,
+        0 if residual is None else residual.stride(0),
+        out if gain is None else gain,
+        out,
+        space,
+        space[num_squares:],
+        out if arrival_counters is None else arrival_counters,
         SIZE=columns,
         OUT_SIZE=rows,
-        GROUP=_group(weight),
-        SPLITS=tiles.splits,
+        GROUP=group,
+        PARTS=triton.next_power_of_2(parts),
+        PAIRED=paired,
+        HAS_NORM=squares is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
         HAS_GAIN=gain is not None,
+        WHOLE=programs == num_tiles,
         BLOCK_M=block_m,
-        **_settings(tiles, x, pdl),
+        BLOCK_N=tiles.rows,
+        BLOCK_K=tiles.columns,
+        SLICES=tiles.slices,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **pdl_settings(x.device, pdl),
     )
-    return residual if gain is None else Stream(residual, scaled, squares)
+    return space[:num_squares].view(-1, tokens)
 
 
 def dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -220,15 +216,3 @@ def dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
 def _group(weight: Quantized) -> int:
     """Return the number of columns that share a scale; 0 means the whole row."""
     return GROUP_SIZE if weight.scales.shape[1] > 1 else 0
-
-
-def _settings(tiles: Tiles, x: Tensor, pdl: bool) -> dict[str, Any]:
-    """Return the launch settings of all kernels."""
-    return {
-        "BLOCK_N": tiles.rows,
-        "BLOCK_K": tiles.columns,
-        "SLICES": tiles.slices,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    } | pdl_settings(x.device, pdl)

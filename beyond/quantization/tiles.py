@@ -22,7 +22,7 @@ class Tiles:
         rows: weight rows in a program's tile; pairs of rows if the kernel works on pairs.
         columns: of a tile; with a scale per group, a group's columns per slice.
         warps, stages: of a program; stages are the tiles with loads in flight.
-        splits: split-K, the number of parts that the weight's columns are cut into (only `product_add`).
+        programs: among which the steps of all tiles, of `columns` each, are divided evenly (split-K); 0: one per tile.
         slices: 1, or the number of warps, if each warp takes a part of a tile's columns.
     """
 
@@ -30,7 +30,7 @@ class Tiles:
     columns: int
     warps: int
     stages: int
-    splits: int = 1
+    programs: int = 0
     slices: int = 1
 
 
@@ -81,7 +81,8 @@ def choose_tiles(
         programs = ceil_div(rows * height, tall) * token_blocks
     resident = max(1, min(4, ceil_div(programs * parts, sm_count)))  # programs that share a multiprocessor's memory
     stages = shared_bytes // resident // ((tall + 2 * block_m) * width)
-    return Tiles(tall // height, width, warps, max(2, min(6, stages)), parts)
+    divided = parts * ceil_div(rows * height, tall) * token_blocks if parts > 1 else 0
+    return Tiles(tall // height, width, warps, max(2, min(6, stages)), divided)
 
 
 def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: bool, sm_count: int) -> Tiles | None:
@@ -95,7 +96,7 @@ def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: 
     is_wide = not splits and rows * height >= 128 * sm_count  # gate and up, LM head
     is_small = rows * height < 64 * sm_count  # the others
     if block_m == 8 and splits and is_small:
-        return Tiles(16, 128, warps=1, stages=8, splits=4)
+        return Tiles(16, 128, warps=1, stages=8, programs=4 * ceil_div(rows, 16))
     if block_m == 8 and is_wide:
         return Tiles(32 // height, 256, warps=2, stages=4, slices=2)
     if block_m == 8 and not splits and height == 1:
@@ -107,13 +108,15 @@ def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: 
     if block_m == 32 and is_wide:
         return Tiles(64 // height, 128, warps=2, stages=4)
     if block_m == 16 and is_small:
-        return Tiles(32 // height, 512, warps=4, stages=4, splits=2 if splits else 1, slices=4)
+        programs = 2 * ceil_div(rows, 32) if splits else 0
+        return Tiles(32 // height, 512, warps=4, stages=4, programs=programs, slices=4)
     if block_m == 64 and is_wide:
         return Tiles(64 // height, 128, warps=4, stages=3)
     if block_m == 128:
         parts = (4 if columns > 2 * rows else 2) if splits and is_small else 1
         programs = ceil_div(rows * height, 64) * parts
-        return Tiles(64 // height, 128, warps=4, stages=3 if programs > sm_count else 4, splits=parts)
+        stages, programs = 3 if programs > sm_count else 4, programs if parts > 1 else 0
+        return Tiles(64 // height, 128, warps=4, stages=stages, programs=programs)
     return None
 
 
