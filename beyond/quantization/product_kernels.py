@@ -264,8 +264,8 @@ def product_kernel(
         end = (tl.program_id(0) + 1) * total // tl.num_programs(0)
     while step < end:
         tile = step // steps
-        begin = step % steps
-        count = min(steps - begin, end - step)
+        begin = 0 if WHOLE else step % steps
+        count = steps if WHOLE else min(steps - begin, end - step)
         # Neighbouring programs share weights, which are larger than the L2 cache; the tokens are not.
         token = tile % token_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         token_inside = token < tokens
@@ -312,25 +312,25 @@ def product_kernel(
                     acc, partial, arrival_counters, tile, steps, total, HEIGHT, BLOCK_M
                 )
         if is_complete:
+            y = acc
             if HAS_NORM:
-                acc *= row_scale(sums, SIZE, eps)
+                y *= row_scale(sums, SIZE, eps)
             if HAS_BIAS:
-                acc += biases.to(tl.float32)[:, None]
+                y += biases.to(tl.float32)[:, None]
             if PAIRED:
-                gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
-                acc = tl.reshape(gate * tl.sigmoid(gate) * up, (BLOCK_N, BLOCK_M))
+                gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
+                y = tl.reshape(gate * tl.sigmoid(gate) * up, (BLOCK_N, BLOCK_M))
             if HAS_RESIDUAL:
                 if BLOCK_M > 32:
                     before = tl.load(residual + target, mask=inside, other=0.0)
-                # Rounded here: the norm uses the stored values.
-                acc = (acc + before.to(tl.float32)).to(before.dtype).to(tl.float32)
-                tl.store(residual + target, acc, mask=inside)
+                y = (y + before.to(tl.float32)).to(before.dtype).to(tl.float32)  # rounded: the norm uses stored values
+                tl.store(residual + target, y, mask=inside)
             if HAS_GAIN:
                 square_sums = new_squares + tile // token_blocks * tokens + token
-                tl.store(square_sums, tl.sum(acc * acc, 0), mask=token_inside)
-                acc *= tl.load(gain + own, mask=own_inside, other=0.0).to(tl.float32)[:, None]
+                tl.store(square_sums, tl.sum(y * y, 0), mask=token_inside)
+                y *= tl.load(gain + own, mask=own_inside, other=0.0).to(tl.float32)[:, None]
             if HAS_GAIN or not HAS_RESIDUAL:
-                tl.store(out + token.to(tl.int64)[None, :] * OUT_SIZE + own[:, None], acc, mask=inside)
+                tl.store(out + token.to(tl.int64)[None, :] * OUT_SIZE + own[:, None], y, mask=inside)
         step += count
 
 

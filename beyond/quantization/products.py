@@ -157,8 +157,10 @@ def _multiply(
     tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), group, x.device, height, residual is not None)
     row_tiles = ceil_div(rows, tiles.rows)
     num_tiles = row_tiles * ceil_div(tokens, block_m)
-    programs = num_tiles if arrival_counters is None else tiles.programs or num_tiles
-    if arrival_counters is not None and programs != num_tiles and num_tiles > len(arrival_counters):
+    programs = num_tiles
+    if tiles.programs and arrival_counters is not None:
+        programs = min(tiles.programs, num_tiles * ceil_div(columns, tiles.columns))
+    if programs != num_tiles and num_tiles > len(arrival_counters):
         raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
     num_squares = row_tiles * tokens if gain is not None else 0
     num_partial = 2 * programs * tiles.rows * height * block_m if programs != num_tiles else 0
