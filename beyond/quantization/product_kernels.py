@@ -262,10 +262,11 @@ def product_kernel(
     if not WHOLE:
         step = tl.program_id(0) * total // tl.num_programs(0)
         end = (tl.program_id(0) + 1) * total // tl.num_programs(0)
-    while step < end:
-        tile = step // steps
-        begin = 0 if WHOLE else step % steps
-        count = steps if WHOLE else min(steps - begin, end - step)
+    # Without a loop where a program has one tile: then the kernel needs fewer registers.
+    for number in (tl.static_range if WHOLE else tl.range)(1 if WHOLE else (end + steps - 1) // steps - step // steps):
+        tile = step // steps + number
+        begin = 0 if WHOLE else max(step - tile * steps, 0)
+        count = steps if WHOLE else min(end - tile * steps, steps) - begin
         # Neighbouring programs share weights, which are larger than the L2 cache; the tokens are not.
         token = tile % token_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         token_inside = token < tokens
@@ -331,7 +332,6 @@ def product_kernel(
                 y *= tl.load(gain + own, mask=own_inside, other=0.0).to(tl.float32)[:, None]
             if HAS_GAIN or not HAS_RESIDUAL:
                 tl.store(out + token.to(tl.int64)[None, :] * OUT_SIZE + own[:, None], y, mask=inside)
-        step += count
 
 
 @triton.jit
