@@ -29,6 +29,7 @@ EPS = 0.1  # large enough to be noticed
 PRODUCTS = [(1, 32, 48), (5, 200, 40), (67, 136, 20)]  # tokens, in features, out features
 REAL = [(1, 3584, 4608), (32, 896, 1152), (64, 4864, 896), (300, 896, 4864), (8, 3584, 18944), (32, 3584, 4608)]
 LARGE = [(16, 18944, 3584), (32, 3584, 18944), (64, 3584, 18944), (128, 18944, 3584), (300, 3584, 4608)]
+LARGE += [(40, 3584, 18944), (64, 3584, 4608)]
 # query lengths, context lengths; heads, KV heads, head_dim
 BATCHES = {name: FLOAT_BATCHES[name] for name in ("decode with padding rows", "prefill after a cached prefix", "mixed")}
 BATCHES |= {"decode": ([1, 1, 1, 1], [1, 15, 16, 37]), "no decode": ([5, 3], [9, 3])}
@@ -96,9 +97,9 @@ def test_the_kernels_are_right_in_the_interpreter(run_interpreted_tests):
     run_interpreted_tests(__file__)
 
 
-# A shape, format and group; and tiles of 16 rows, by programs (0: one per tile) and slices.
-TILED = product([(5, 300, 40)], ["int8"], [None, 128], [(7, 1), (2, 4)])
-LARGE_TILED = product([(5, 4864, 896)], FORMATS, [None, 128], [(132, 1), (0, 2), (100, 4)])
+# A shape, format and group; and tiles of 16 rows, by splits, slices, programs, and which operand is on the left.
+TILED = product([(5, 300, 40)], ["int8"], [None, 128], [(2, 1), (2, 4), (1, 1, 7), (1, 1, 2, True)])
+LARGE_TILED = product([(5, 4864, 896)], FORMATS, [None, 128], [(4, 1), (1, 2), (2, 4), (1, 1, 132)])
 
 
 @pytest.mark.parametrize(
@@ -119,8 +120,8 @@ def test_products_are_the_definition(case, device, dtype):
     if cut:
         from beyond.quantization.tiles import Tiles
 
-        programs, slices = cut
-        tiles = Tiles(16, slices * (group or 16), 4 if slices == 1 else slices, 2, programs, slices)
+        splits, slices, *others = cut
+        tiles = Tiles(16, slices * (group or 16), 4 if slices == 1 else slices, 2, splits, slices, *others)
     check_products(*shape, name, group, device, dtype, tiles)
 
 
@@ -141,16 +142,15 @@ def test_tiles_of_large_matrices_give_the_same(tokens, rows, columns, height, sp
 def test_products_of_many_tokens_are_made_with_the_dequantised_matrix(monkeypatch):
     from beyond.quantization import products
 
+    launches = recorded_launches(monkeypatch, products, "product_kernel")
     x, residual, counters = torch.randn(129, 200), torch.randn(129, 40), torch.zeros(1, dtype=torch.int32)
     weight, exact = make_weight(40, 200, "int8", 128, CPU, F32)
     expected = x.double() @ exact.t()
-    with monkeypatch.context() as patch:
-        launches = recorded_launches(patch, products, "product_kernel")
-        close(products.product(x, weight), expected, F32)
-        close(products.product_add(x, weight, residual.clone(), None, counters), residual + expected, F32)
-    assert not launches, "multiplied in 8 bits"
+    close(products.product(x, weight), expected, F32)
+    close(products.product_add(x, weight, residual.clone(), None, counters), residual + expected, F32)
     stream = products.product_add(x, weight, residual.clone(), torch.ones(40), counters)  # the norm is of its own sums
     close(stream.x, residual + expected, F32)
+    assert not launches, "multiplied in 8 bits"
 
 
 @pytest.mark.interpreted
@@ -379,11 +379,11 @@ def test_tiles_fit_into_shared_memory_and_no_two_warps_convert_the_same_weight(t
         assert tiles.columns == group * tiles.slices or not group, "a tile, or a slice, has one scale per row"
         block_m = module.token_block(tokens)
         assert tiles.stages * (tiles.rows * height + 2 * block_m) * tiles.columns <= shared_memory
-        num_tiles = -(-rows // tiles.rows) * -(-tokens // block_m)
-        assert not tiles.programs or num_tiles <= fused_layers.MAX_TILES
-        programs = tiles.programs or num_tiles
-        cut = programs >= 8 * num_tiles or columns * num_tiles < 4 * tiles.columns * programs  # as far as it may be
-        assert not splits or cut or gpu != H200 or programs >= 132, "multiprocessors are left idle"
+        programs = -(-rows // tiles.rows) * -(-tokens // block_m)
+        assert (tiles.splits == 1 or splits) and (not tiles.programs or not splits)
+        assert tiles.splits == 1 and not tiles.programs or programs <= fused_layers.MAX_TILES
+        cut = tiles.splits == 8 or columns // (tiles.columns * tiles.splits) < 4  # as far as it may be
+        assert not splits or cut or gpu != H200 or programs * tiles.splits >= 132, "multiprocessors are left idle"
 
 
 @pytest.mark.usefixtures("pretended_gpus")
@@ -395,8 +395,10 @@ def test_two_programs_with_many_rows_of_a_large_matrix_share_a_multiprocessors_m
 
     for rows, columns, height, splits in (18944, 3584, 2, False), (37888, 3584, 1, False), (3584, 18944, 1, True):
         tiles = module.choose_tiles(rows, columns, tokens, 2, 0, H200, height, splits)
-        assert tiles.rows * height == 64 and tiles.warps == 4, "a warp group's instruction is 64 high"
-        assert 2 * (tiles.stages - 1) * (64 + 2 * module.token_block(tokens)) * tiles.columns <= 233472
+        tall, block_m = tiles.rows * height, module.token_block(tokens)
+        assert tall == (128 if tiles.transposed else 64) and tiles.warps == 4, "a warp group's instruction is 64 high"
+        converted = tall + block_m if tiles.transposed else 0  # weights in 16 bits, and one more tile of tokens
+        assert 2 * ((tiles.stages - 1) * (tall + 2 * block_m) + 2 * converted) * tiles.columns <= 233472
 
 
 @pytest.mark.parametrize("stored", ["*i8", "*fp8e4nv"])

@@ -120,6 +120,53 @@ def sliced_product(
 
 
 @triton.jit
+def transposed_product(
+    x,
+    x_stride,
+    token,
+    token_inside,
+    values,
+    scales,
+    row,
+    row_inside,
+    first,
+    steps,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As `dequantized_product`, for 64 tokens, which are the left operand.
+
+    Hopper's tensor cores read the right operand from shared memory. So each weight is converted once, by the thread
+    that reads it as one of 16 neighbours, and written to shared memory in 16 bits.
+    """
+    acc = tl.zeros([token.shape[0], row.shape[0]], tl.float32)
+    if GROUP == 0:
+        scale = tl.load(scales + row, mask=row_inside, other=0.0)
+    for step in range(steps):
+        start = first + step * BLOCK_K
+        column = start + tl.arange(0, BLOCK_K)
+        address = values + row.to(tl.int64)[:, None] * SIZE + column[None, :]
+        if EVEN:
+            w = tl.load(address)
+        else:
+            w = tl.load(address, mask=row_inside[:, None] & (column < SIZE)[None, :], other=0.0)
+        t = token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)
+        w = tl.trans(to_16_bits(w, t.dtype))
+        if GROUP == 0:
+            acc = tl.dot(t, w, acc, input_precision=PRECISION)
+        else:
+            groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+            scale = tl.load(scales + row * groups + start // GROUP, mask=row_inside & (start < SIZE), other=0.0)
+            acc += tl.dot(t, w, input_precision=PRECISION) * scale[None, :]
+    if GROUP == 0:
+        acc *= scale[None, :]
+    return tl.trans(acc)
+
+
+@triton.jit
 def _product(
     x,
     x_stride,
@@ -219,11 +266,7 @@ def product_kernel(
     values,
     scales,
     bias,
-    residual,
-    residual_stride,
-    gain,
     out,
-    new_squares,
     partial,
     arrival_counters,
     SIZE: tl.constexpr,
@@ -233,9 +276,8 @@ def product_kernel(
     PAIRED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_GAIN: tl.constexpr,
     WHOLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -243,20 +285,19 @@ def product_kernel(
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply by BLOCK_N weight rows per tile, with what comes before and after the product.
+    """Multiply by BLOCK_N weight rows per tile; then the second half of the norm before the product, and the bias.
 
-    First the second half of the norm before it (HAS_NORM). After it the bias, or `silu(gate) * up` (PAIRED: a tile has
-    BLOCK_N rows of gate and the same rows of up), or the sum with the residual and the first half of the next norm.
+    PAIRED: a tile has BLOCK_N rows of gate and the same rows of up; then `silu(gate) * up`.
 
     A tile has as many steps as BLOCK_K columns fit into a row. The steps of all tiles are divided evenly among the
     programs. With WHOLE there are as many programs as tiles.
     """
     HEIGHT: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
+    EVEN: tl.constexpr = SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0
     steps: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
     token_blocks = tl.cdiv(tokens, BLOCK_M)
     total = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N * token_blocks * steps
     start_next(PDL)
-    wait_for_previous(PDL)
     step = tl.program_id(0) * steps
     end = step + steps
     if not WHOLE:
@@ -272,46 +313,59 @@ def product_kernel(
         token_inside = token < tokens
         first = tile // token_blocks * BLOCK_N
         own = first + tl.arange(0, BLOCK_N)
-        own_inside = own < OUT_SIZE
-        inside = own_inside[:, None] & token_inside[None, :]
         row = own
-        row_inside = own_inside
+        row_inside = own < OUT_SIZE
         if PAIRED:  # one product of twice the height: 8 rows of gate, 8 of up, so that a thread has both of a pair
             index = tl.arange(0, HEIGHT)
             row = first + index // 16 * 8 + index % 8
             row_inside = row < OUT_SIZE
             row += index // 8 % 2 * OUT_SIZE
-        if HAS_NORM:
-            sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
         if HAS_BIAS:
             biases = tl.load(bias + row, mask=row_inside, other=0.0)
-        target = token.to(tl.int64)[None, :] * residual_stride + own[:, None]
-        if HAS_RESIDUAL and BLOCK_M <= 32:  # more tokens need the registers
-            before = tl.load(residual + target, mask=inside, other=0.0)
-        acc = _product(
-            x,
-            x_stride,
-            token,
-            token_inside,
-            values,
-            scales,
-            row,
-            row_inside,
-            begin * BLOCK_K,
-            count,
-            SIZE,
-            GROUP,
-            SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0,
-            BLOCK_K,
-            SLICES,
-            PRECISION,
-        )
+        wait_for_previous(PDL)
+        if HAS_NORM:
+            sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
+        if TRANSPOSED:
+            acc = transposed_product(
+                x,
+                x_stride,
+                token,
+                token_inside,
+                values,
+                scales,
+                row,
+                row_inside,
+                begin * BLOCK_K,
+                count,
+                SIZE,
+                GROUP,
+                EVEN,
+                BLOCK_K,
+                PRECISION,
+            )
+        else:
+            acc = _product(
+                x,
+                x_stride,
+                token,
+                token_inside,
+                values,
+                scales,
+                row,
+                row_inside,
+                begin * BLOCK_K,
+                count,
+                SIZE,
+                GROUP,
+                EVEN,
+                BLOCK_K,
+                SLICES,
+                PRECISION,
+            )
         is_complete = True
         if not WHOLE:
             if count < steps:
-                acc, is_complete = _sum_of_parts(
-                    acc, partial, arrival_counters, tile, steps, total, HEIGHT, BLOCK_M
-                )
+                acc, is_complete = _sum_of_parts(acc, partial, arrival_counters, tile, steps, total, HEIGHT, BLOCK_M)
         if is_complete:
             y = acc
             if HAS_NORM:
@@ -321,17 +375,8 @@ def product_kernel(
             if PAIRED:
                 gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
                 y = tl.reshape(gate * tl.sigmoid(gate) * up, (BLOCK_N, BLOCK_M))
-            if HAS_RESIDUAL:
-                if BLOCK_M > 32:
-                    before = tl.load(residual + target, mask=inside, other=0.0)
-                y = (y + before.to(tl.float32)).to(before.dtype).to(tl.float32)  # rounded: the norm uses stored values
-                tl.store(residual + target, y, mask=inside)
-            if HAS_GAIN:
-                square_sums = new_squares + tile // token_blocks * tokens + token
-                tl.store(square_sums, tl.sum(y * y, 0), mask=token_inside)
-                y *= tl.load(gain + own, mask=own_inside, other=0.0).to(tl.float32)[:, None]
-            if HAS_GAIN or not HAS_RESIDUAL:
-                tl.store(out + token.to(tl.int64)[None, :] * OUT_SIZE + own[:, None], y, mask=inside)
+            target = out + token.to(tl.int64)[None, :] * OUT_SIZE + own[:, None]
+            tl.store(target, y, mask=(own < OUT_SIZE)[:, None] & token_inside[None, :])
 
 
 @triton.jit
@@ -346,3 +391,84 @@ def scale_kernel(x, x_stride, gain, scaled, squares, SIZE: tl.constexpr, SIZE_PA
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(scaled + row * SIZE + column, values * gains, mask=inside)
     tl.store(squares + row, tl.sum(values * values, 0))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def product_add_kernel(
+    x,
+    x_stride,
+    tokens,
+    values,
+    scales,
+    residual,
+    residual_stride,
+    gain,
+    scaled,
+    squares,
+    partial,
+    arrival_counters,
+    SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply by BLOCK_N weight rows, some columns per split; add the residual; begin the norm."""
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_inside = token < tokens
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_inside = row < OUT_SIZE
+    split = tl.program_id(2)
+    steps: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)  # of BLOCK_K columns, for each split
+    start_next(PDL)
+    if HAS_GAIN:
+        gains = tl.load(gain + row, mask=row_inside, other=0.0)
+    wait_for_previous(PDL)
+    inside = row_inside[:, None] & token_inside[None, :]
+    target = residual + token.to(tl.int64)[None, :] * residual_stride + row[:, None]
+    before = tl.load(target, mask=inside, other=0.0)
+    acc = _product(
+        x,
+        x_stride,
+        token,
+        token_inside,
+        values,
+        scales,
+        row,
+        row_inside,
+        split * steps * BLOCK_K,
+        steps,
+        SIZE,
+        GROUP,
+        SIZE % (SPLITS * BLOCK_K) == 0 and OUT_SIZE % BLOCK_N == 0,
+        BLOCK_K,
+        SLICES,
+        PRECISION,
+    )
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    last = True
+    if SPLITS > 1:
+        position = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        parts = partial + tile * (SPLITS * BLOCK_N * BLOCK_M) + position
+        tl.store(parts + split * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()  # every thread's part is written before one thread counts it
+        last = tl.atomic_add(arrival_counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            tl.store(arrival_counters + tile, 0)  # ready for the next launch
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for part in tl.static_range(SPLITS):
+                acc += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+    if last:
+        total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm uses the stored values
+        tl.store(target, total, mask=inside)
+        if HAS_GAIN:
+            total = total.to(tl.float32)
+            weighted = total * gains.to(tl.float32)[:, None]
+            tl.store(scaled + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None], weighted, mask=inside)
+            tl.store(squares + tl.program_id(0) * tokens + token, tl.sum(total * total, 0), mask=token_inside)

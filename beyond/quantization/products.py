@@ -15,7 +15,7 @@ is the fastest, and dequantising the matrix first is a small part of the time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from torch import Tensor
 from beyond.quantization.conversion import dequantize_kernel
 from beyond.quantization.formats import Quantized
 from beyond.quantization.options import GROUP_SIZE
-from beyond.quantization.product_kernels import product_kernel, scale_kernel
+from beyond.quantization.product_kernels import product_add_kernel, product_kernel, scale_kernel
 from beyond.quantization.tiles import Tiles, choose_tiles, token_block
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import ceil_div
@@ -112,6 +112,57 @@ def gate_up_silu(
     return out
 
 
+def _multiply(
+    x: Tensor,
+    weight: Quantized,
+    out: Tensor,
+    tiles: Tiles | None,
+    arrival_counters: Tensor | None,
+    pdl: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    paired: bool = False,
+) -> None:
+    """Launch `product_kernel`. Without `arrival_counters` every tile has one program."""
+    tokens, (rows, columns) = x.shape[0], weight.values.shape
+    height = 2 if paired else 1
+    rows, block_m = rows // height, token_block(tokens)
+    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device, height)
+    num_tiles = programs = ceil_div(rows, tiles.rows) * ceil_div(tokens, block_m)
+    if tiles.programs and arrival_counters is not None:
+        programs = min(tiles.programs, num_tiles * ceil_div(columns, tiles.columns))
+    is_whole = programs == num_tiles
+    if arrival_counters is not None and not is_whole and num_tiles > len(arrival_counters):
+        raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
+    partial = out if is_whole else x.new_empty(2 * programs * tiles.rows * height * block_m, dtype=torch.float32)
+    parts = 1 if squares is None else len(squares)
+    product_kernel[programs,](
+        x,
+        x.stride(0),
+        out if squares is None else squares,
+        parts,
+        tokens,
+        eps,
+        *weight,
+        out if bias is None else bias,
+        out,
+        partial,
+        out if arrival_counters is None else arrival_counters,
+        SIZE=columns,
+        OUT_SIZE=rows,
+        GROUP=_group(weight),
+        PARTS=triton.next_power_of_2(parts),
+        PAIRED=paired,
+        HAS_NORM=squares is not None,
+        HAS_BIAS=bias is not None,
+        WHOLE=is_whole,
+        TRANSPOSED=tiles.transposed,
+        BLOCK_M=block_m,
+        **_settings(tiles, x, pdl),
+    )
+
+
 def product_add(
     x: Tensor,
     weight: Quantized,
@@ -126,82 +177,42 @@ def product_add(
     Arguments and errors as of stage F's `product_add`; `weight` is `Quantized`, and `gain` the weight `[out_features]`
     of the sum's next norm, or None. With a `gain`, the result is a `Stream`.
     """
-    if x.shape[0] > PRODUCT_MAX_TOKENS and gain is None:
+    tokens = x.shape[0]
+    rows, columns = weight.values.shape
+    if tokens > PRODUCT_MAX_TOKENS and gain is None:
         return residual.addmm_(x, dequantize(weight, x.dtype).t())
-    scaled = residual if gain is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
-    squares = _multiply(x, weight, scaled, tiles, arrival_counters, pdl, residual=residual, gain=gain)
-    return residual if gain is None else Stream(residual, scaled, squares)
-
-
-def _multiply(
-    x: Tensor,
-    weight: Quantized,
-    out: Tensor,
-    tiles: Tiles | None,
-    arrival_counters: Tensor | None,
-    pdl: bool,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gain: Tensor | None = None,
-    paired: bool = False,
-) -> Tensor:
-    """Launch the kernel. Returns its sums of squares, float32 `[parts, tokens]`, if there is a `gain`.
-
-    Without `arrival_counters` every tile has one program.
-    """
-    tokens, (rows, columns) = x.shape[0], weight.values.shape
-    height = 2 if paired else 1
-    rows, group, block_m = rows // height, _group(weight), token_block(tokens)
-    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), group, x.device, height, residual is not None)
-    row_tiles = ceil_div(rows, tiles.rows)
-    num_tiles = row_tiles * ceil_div(tokens, block_m)
-    programs = num_tiles
-    if tiles.programs and arrival_counters is not None:
-        programs = min(tiles.programs, num_tiles * ceil_div(columns, tiles.columns))
-    if programs != num_tiles and num_tiles > len(arrival_counters):
+    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device, splits=True)
+    block_m = token_block(tokens)
+    blocks = ceil_div(rows, tiles.rows), ceil_div(tokens, block_m)
+    num_tiles = blocks[0] * blocks[1]
+    if tiles.splits > 1 and num_tiles > len(arrival_counters):
         raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
-    num_squares = row_tiles * tokens if gain is not None else 0
-    num_partial = 2 * programs * tiles.rows * height * block_m if programs != num_tiles else 0
-    space = torch.empty(num_squares + num_partial, dtype=torch.float32, device=x.device)  # one allocation for both
-    parts = 1 if squares is None else len(squares)
-    product_kernel[programs,](
+    num_squares, num_partial = blocks[0] * tokens, num_tiles * tiles.splits * tiles.rows * block_m
+    length = num_squares + (num_partial if tiles.splits > 1 else 0)
+    space = torch.empty(length, dtype=torch.float32, device=x.device)  # one allocation for both
+    squares, partial = space[:num_squares].view(blocks[0], tokens), space[num_squares:]
+    scaled = residual if gain is None else torch.empty_like(residual)
+    product_add_kernel[*blocks, tiles.splits](
         x,
         x.stride(0),
-        out if squares is None else squares,
-        parts,
         tokens,
-        eps,
         *weight,
-        out if bias is None else bias,
-        out if residual is None else residual,
-        0 if residual is None else residual.stride(0),
-        out if gain is None else gain,
-        out,
-        space,
-        space[num_squares:],
-        out if arrival_counters is None else arrival_counters,
+        residual,
+        residual.stride(0),
+        residual if gain is None else gain,
+        scaled,
+        squares,
+        partial,
+        arrival_counters,
         SIZE=columns,
         OUT_SIZE=rows,
-        GROUP=group,
-        PARTS=triton.next_power_of_2(parts),
-        PAIRED=paired,
-        HAS_NORM=squares is not None,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
+        GROUP=_group(weight),
+        SPLITS=tiles.splits,
         HAS_GAIN=gain is not None,
-        WHOLE=programs == num_tiles,
         BLOCK_M=block_m,
-        BLOCK_N=tiles.rows,
-        BLOCK_K=tiles.columns,
-        SLICES=tiles.slices,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **pdl_settings(x.device, pdl),
+        **_settings(tiles, x, pdl),
     )
-    return space[:num_squares].view(-1, tokens)
+    return residual if gain is None else Stream(residual, scaled, squares)
 
 
 def dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -218,3 +229,15 @@ def dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
 def _group(weight: Quantized) -> int:
     """Return the number of columns that share a scale; 0 means the whole row."""
     return GROUP_SIZE if weight.scales.shape[1] > 1 else 0
+
+
+def _settings(tiles: Tiles, x: Tensor, pdl: bool) -> dict[str, Any]:
+    """Return the launch settings of all kernels."""
+    return {
+        "BLOCK_N": tiles.rows,
+        "BLOCK_K": tiles.columns,
+        "SLICES": tiles.slices,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    } | pdl_settings(x.device, pdl)

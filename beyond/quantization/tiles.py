@@ -22,16 +22,21 @@ class Tiles:
         rows: weight rows in a program's tile; pairs of rows if the kernel works on pairs.
         columns: of a tile; with a scale per group, a group's columns per slice.
         warps, stages: of a program; stages are the tiles with loads in flight.
-        programs: among which the steps of all tiles, of `columns` each, are divided evenly (split-K); 0: one per tile.
+        splits: split-K, the number of parts that the weight's columns are cut into (only `product_add`).
         slices: 1, or the number of warps, if each warp takes a part of a tile's columns.
+        programs: divide the steps of all tiles, of `columns` each, evenly among this many programs; 0: one per tile
+            (not `product_add`).
+        transposed: the tokens are the left operand (not `product_add`).
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
-    programs: int = 0
+    splits: int = 1
     slices: int = 1
+    programs: int = 0
+    transposed: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -63,8 +68,11 @@ def choose_tiles(
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return Tiles(16, group or 128, 4, 2)
     tiles = None if group else _measured_tiles(rows, columns, block_m, height, splits, sm_count)
-    if tiles and tiles.stages * (tiles.rows * height + 2 * block_m) * tiles.columns <= (shared_bytes or math.inf):
-        return tiles
+    if tiles:
+        converted = 2 * tiles.rows * height if tiles.transposed else 0  # weights in 16 bits
+        loads = tiles.stages * (tiles.rows * height + 2 * block_m)
+        if (loads + converted) * tiles.columns <= (shared_bytes or math.inf):
+            return tiles
     token_blocks = ceil_div(tokens, block_m)
     tall, width, warps = (64, 128, 2) if block_m <= 32 else (128, 128 if block_m == 64 else 64, 4)
     programs = ceil_div(rows * height, tall) * token_blocks
@@ -81,8 +89,7 @@ def choose_tiles(
         programs = ceil_div(rows * height, tall) * token_blocks
     resident = max(1, min(4, ceil_div(programs * parts, sm_count)))  # programs that share a multiprocessor's memory
     stages = shared_bytes // resident // ((tall + 2 * block_m) * width)
-    divided = parts * ceil_div(rows * height, tall) * token_blocks if parts > 1 else 0
-    return Tiles(tall // height, width, warps, max(2, min(6, stages)), divided)
+    return Tiles(tall // height, width, warps, max(2, min(6, stages)), parts)
 
 
 def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: bool, sm_count: int) -> Tiles | None:
@@ -96,7 +103,7 @@ def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: 
     is_wide = not splits and rows * height >= 128 * sm_count  # gate and up, LM head
     is_small = rows * height < 64 * sm_count  # the others
     if block_m == 8 and splits and is_small:
-        return Tiles(16, 128, warps=1, stages=8, programs=4 * ceil_div(rows, 16))
+        return Tiles(16, 128, warps=1, stages=8, splits=4)
     if block_m == 8 and is_wide:
         return Tiles(32 // height, 256, warps=2, stages=4, slices=2)
     if block_m == 8 and not splits and height == 1:
@@ -108,15 +115,15 @@ def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: 
     if block_m == 32 and is_wide:
         return Tiles(64 // height, 128, warps=2, stages=4)
     if block_m == 16 and is_small:
-        programs = 2 * ceil_div(rows, 32) if splits else 0
-        return Tiles(32 // height, 512, warps=4, stages=4, programs=programs, slices=4)
-    if block_m == 64 and is_wide:
-        return Tiles(64 // height, 128, warps=4, stages=3)
+        return Tiles(32 // height, 512, warps=4, stages=4, splits=2 if splits else 1, slices=4)
+    if block_m == 64 and (is_wide or (is_small and not splits and height == 1)):
+        num_tiles = ceil_div(rows * height, 128)
+        programs = 2 * sm_count if is_wide else 2 * sm_count // num_tiles * num_tiles
+        return Tiles(128 // height, 128, warps=4, stages=3, programs=programs, transposed=True)
     if block_m == 128:
         parts = (4 if columns > 2 * rows else 2) if splits and is_small else 1
         programs = ceil_div(rows * height, 64) * parts
-        stages, programs = 3 if programs > sm_count else 4, programs if parts > 1 else 0
-        return Tiles(64 // height, 128, warps=4, stages=stages, programs=programs)
+        return Tiles(64 // height, 128, warps=4, stages=3 if programs > sm_count else 4, splits=parts)
     return None
 
 

@@ -102,7 +102,7 @@ class TestInnerLoop:
         weight, x = random_matrix(20, 300), torch.randn(2, 300)
         residual, counters = torch.zeros(2, 20), torch.zeros(64, dtype=torch.int32)
         with patch.object(product_kernels, "sliced_product", None):
-            products.product_add(x, weight, residual, None, counters, products.Tiles(16, 32, 4, 2, programs=8))
+            products.product_add(x, weight, residual, None, counters, products.Tiles(16, 32, 4, 2, splits=4))
         yield "four parts of the columns: begin at column `first`", near(residual, 1e-5)
 
 
