@@ -143,8 +143,6 @@ def transposed_product(
     that reads it as one of 16 neighbours, and written to shared memory in 16 bits.
     """
     acc = tl.zeros([token.shape[0], row.shape[0]], tl.float32)
-    if GROUP == 0:
-        scale = tl.load(scales + row, mask=row_inside, other=0.0)
     for step in range(steps):
         start = first + step * BLOCK_K
         column = start + tl.arange(0, BLOCK_K)
@@ -161,8 +159,8 @@ def transposed_product(
             groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
             scale = tl.load(scales + row * groups + start // GROUP, mask=row_inside & (start < SIZE), other=0.0)
             acc += tl.dot(t, w, input_precision=PRECISION) * scale[None, :]
-    if GROUP == 0:
-        acc *= scale[None, :]
+    if GROUP == 0:  # loaded behind the loop, which needs the registers
+        acc *= tl.load(scales + row, mask=row_inside, other=0.0)[None, :]
     return tl.trans(acc)
 
 
@@ -323,7 +321,7 @@ def product_kernel(
         if HAS_BIAS:
             biases = tl.load(bias + row, mask=row_inside, other=0.0)
         wait_for_previous(PDL)
-        if HAS_NORM:
+        if HAS_NORM and not TRANSPOSED:  # a large tile needs the registers
             sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
         if TRANSPOSED:
             acc = transposed_product(
@@ -369,6 +367,8 @@ def product_kernel(
         if is_complete:
             y = acc
             if HAS_NORM:
+                if TRANSPOSED:
+                    sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
                 y *= row_scale(sums, SIZE, eps)
             if HAS_BIAS:
                 y += biases.to(tl.float32)[:, None]
