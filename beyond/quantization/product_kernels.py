@@ -361,9 +361,8 @@ def product_kernel(
                 PRECISION,
             )
         is_complete = True
-        if not WHOLE:
-            if count < steps:
-                acc, is_complete = _sum_of_parts(acc, partial, arrival_counters, tile, steps, total, HEIGHT, BLOCK_M)
+        if not WHOLE and count < steps:
+            acc, is_complete = _sum_of_parts(acc, partial, arrival_counters, tile, steps, total, HEIGHT, BLOCK_M)
         if is_complete:
             y = acc
             if HAS_NORM:
