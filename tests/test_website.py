@@ -65,7 +65,9 @@ def test_a_chinese_page_shows_its_figures_and_leads_to_the_english_one(tmp_path)
     page = PurePosixPath("stage_a_naive/README.zh-CN.md")
     text = "[English](README.md) [B](../stage_b_decode_step/README.zh-CN.md) ![](no_cache.zh-CN.svg)"
     got = gatherer.with_links(text, page, missing)
-    assert got.startswith('<a href="../../stage_a_naive/index.html">English</a> [B](../stage_b_decode_step/index.zh.md)')
+    assert got.startswith(
+        '<a href="../../stage_a_naive/index.html">English</a> [B](../stage_b_decode_step/index.zh.md)'
+    )
     assert "![](no_cache_zh-CN.svg)" in got and (tmp_path / "stage_a_naive" / "no_cache_zh-CN.svg").is_file()
     page, picture = PurePosixPath("README.zh-CN.md"), '<img src="stage_a_naive/no_cache.zh-CN.svg">'
     assert gatherer.with_links(picture, page, missing) == '<img src="../stage_a_naive/no_cache_zh-CN.svg">'

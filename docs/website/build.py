@@ -170,7 +170,7 @@ class Gatherer:
         return "".join([*pieces, mended(text[end:])])
 
     def target(self, found: PurePosixPath, page: PurePosixPath, anchor: str, is_html: bool) -> str:
-        """Return what a page's link to a file or folder of the repository becomes; MkDocs leaves those in HTML alone."""
+        """Return what a page's link to a file or folder of the repository becomes; MkDocs leaves HTML alone."""
         if (ROOT / found).is_dir() and found / "README.md" in self.places:
             found /= "README.md"
         if found.suffix in FIGURES:
