@@ -27,8 +27,8 @@ def require_tutor() -> None:
     if not TUTOR_PATH.is_dir():
         raise ModelError(
             f"there is no {TUTOR_PATH}: an installed package has the stages alone, for models that are a directory or "
-            "on the hub; the tutor, random: models and stage C's sources need a clone of the repository (git clone, then "
-            "pip install -e . in it)"
+            "on the hub; the tutor, random: models and stage C's sources need a clone of the repository (git clone, "
+            "then pip install -e . in it)"
         )
 
 
