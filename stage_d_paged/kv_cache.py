@@ -74,7 +74,7 @@ class KVCache:
 
 
 def zero_bytes(count: int, device: torch.device) -> Tensor:
-    """Return `count` bytes of zeros; on the CPU each page takes memory when it is first written."""
+    """Return `count` bytes of zeros; on the CPU they take memory where they are written."""
     if device.type == "cpu":  # NumPy leaves the zeros to the system; PyTorch would write all of them
         return torch.from_numpy(np.zeros(count, dtype=np.uint8))
     return torch.zeros(count, dtype=torch.uint8, device=device)
