@@ -102,7 +102,7 @@ instructor-pack: $(READY) ## model answers, rubrics and policies for those who t
 	@$(PY) -m labs.pack
 
 student-repo: $(READY) ## the course without the answers, up to a lab: make student-repo UPTO=d OUT=../course-d
-	@$(PY) -m labs.student_repo "$(UPTO)" "$(OUT)"
+	@$(PY) -m labs.student_repo $(if $(and $(UPTO),$(OUT)),"$(UPTO)" "$(OUT)",$(error up to which lab, into which folder? make student-repo UPTO=d OUT=../course-d))
 
 progress: $(READY) ## what is done, over all labs
 	@$(PY) -m labs.progress

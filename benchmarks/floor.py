@@ -12,12 +12,13 @@ sequences that is nearly all bytes. Prefill works on many tokens per weight, and
 
 from __future__ import annotations
 
+from functools import cached_property
 from os.path import commonprefix  # of any sequences
 from typing import NamedTuple, TypedDict
 
 from benchmarks.workloads import Call, Workload
 from beyond.experts.floor import expected_touched, weight_bytes
-from stage_a_naive.checkpoints.experts import experts_of_layers
+from stage_a_naive.checkpoints.experts import Experts, experts_of_layers
 from stage_a_naive.floor import ModelBytes
 
 
@@ -41,6 +42,11 @@ class Work(NamedTuple):
 
 class ModelCost(ModelBytes):
     """What a model costs: the bytes of a decode step, and the operations of decode and prefill."""
+
+    @cached_property
+    def experts(self) -> Experts | None:
+        """The experts of a layer, the same in all layers that have some; None for a dense model."""
+        return next((experts for experts in experts_of_layers(self.config) if experts is not None), None)
 
     @property
     def attention_operations_per_pair(self) -> int:
@@ -70,10 +76,9 @@ class ModelCost(ModelBytes):
 
     def weight_bytes_of_step(self, tokens: int) -> float:
         """Return the bytes of weights that a step of this many tokens reads."""
-        experts = next((own for own in experts_of_layers(self.config) if own is not None), None)
-        if experts is None:
+        if self.experts is None:
             return self.weight_bytes
-        return weight_bytes(self, expected_touched(experts.count, experts.per_token, tokens))
+        return weight_bytes(self, expected_touched(self.experts.count, self.experts.per_token, tokens))
 
 
 def floors(workload: Workload, cost: ModelCost, ceilings: Ceilings) -> dict[str, float]:

@@ -40,8 +40,10 @@ class Stepping:
             if sequence.error is not None:
                 del self._added[sequence]
                 raise sequence.error
+        finished = [(i, sequence.completion.token_ids) for sequence, i in ended.items()]
+        # Not earlier: if an interrupt ends this call, the next one returns them.
         self._added = {sequence: i for sequence, i in self._added.items() if sequence not in ended}
-        return [(i, sequence.completion.token_ids) for sequence, i in ended.items()], num_tokens
+        return finished, num_tokens
 
     def is_finished(self) -> bool:
         """Return whether `step` has returned all added requests, or raised the errors that ended them."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections import deque
 
 from stage_a_naive.contract.outputs import Request
 from stage_e_batching.calls import Calls
-from stage_e_batching.calls.mailbox import Event
 
 
 class Stepping:
@@ -18,7 +17,6 @@ class Stepping:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._ended: list[Event] = []  # ended requests whose result or error `step` has not handed out
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its id."""
@@ -26,20 +24,21 @@ class Stepping:
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step of all requests that were added: see `LLM.step`."""
-        counters = self._calls.engine.counters
+        counters, mailbox = self._calls.engine.counters, self._calls.mailbox
         prefilled, decoded = counters.num_run_prefill_tokens, counters.num_generated_tokens
-        self._ended += self._calls.step()
-        for i, event in enumerate(self._ended):
-            if event.error is not None:
-                raise cast(Exception, self._ended.pop(i).error)
+        self._calls.run_step()
         prefilled = counters.num_run_prefill_tokens - prefilled
         num_tokens = prefilled or decoded - counters.num_generated_tokens
-        finished, self._ended = (
-            [(event.request_id, event.output["token_ids"]) for event in self._ended if event.output],
-            [],
-        )
-        return finished, num_tokens
+        with self._calls.lock:  # all threads that call `step` share this mailbox
+            ended = {sequence: sequence.output for sequence in mailbox.news if sequence.output is not None}
+            for sequence in ended:
+                if sequence.error is not None:
+                    mailbox.news = deque(other for other in ended if other is not sequence)
+                    raise sequence.error
+            finished = [(sequence.request_id, output["token_ids"]) for sequence, output in ended.items()]
+            mailbox.news = deque()  # not earlier: if an interrupt ends this call, the next one returns them
+            return finished, num_tokens
 
     def is_finished(self) -> bool:
         """Tell whether `step` has returned every request that was added, or raised its error."""
-        return not self._ended and self._calls.is_finished()
+        return self._calls.is_finished()

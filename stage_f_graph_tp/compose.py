@@ -19,7 +19,7 @@ from stage_f_graph_tp.last_tokens import LastTokens, Tokens
 from stage_f_graph_tp.megakernel import choose_decode_step
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
 from stage_f_graph_tp.options import GraphOptions
-from stage_f_graph_tp.prefill_graphs import PrefillGraphs, prefill_sizes
+from stage_f_graph_tp.prefill_graphs import make_graphs, prefill_sizes
 from stage_f_graph_tp.runner import StepRunner
 from stage_f_graph_tp.step_input import StepBuffers, largest_input
 
@@ -82,20 +82,18 @@ def compile_steps(
         return
     from stage_f_graph_tp.compile_kernels import compile_kernels  # here: only a GPU needs Triton
 
-    tokens, limits = layers.tokens, (batch.max_blocks, batch.max_model_len)
-    decodes = DecodeGraphs(capture_sizes(options.max_num_seqs), *limits, tokens.num_slots)
-    sizes = prefill_sizes(min(options.max_num_batched_tokens, 256))
-    prefills = PrefillGraphs(sizes, tokens.num_slots, *limits, tokens)
+    tokens, prefills = layers.tokens, prefill_sizes(min(options.max_num_batched_tokens, 256))
+    decode, prefill = make_graphs(batch, tokens, capture_sizes(options.max_num_seqs), prefills)
 
     def run() -> None:
-        for graphs in (prefills, decodes):
+        for graphs in (prefill, decode):
             for shape in graphs.shapes:
                 if shape.num_tokens.bit_count() == 1:
                     tokens.by_slot.zero_()  # a kernel that was not launched has sampled any number
                     graphs.body(shape, buffers, layers.run, head)()
         if head.makes_logits and options.uses("megakernel"):
             logits = torch.empty(1, runtime.config.vocab_size, device=runtime.device)  # float32, as the megakernel's
-            decodes.body(decodes.shapes[0], buffers, lambda *_: StepOutput(logits=logits), head)()
+            decode.body(decode.shapes[0], buffers, lambda *_: StepOutput(logits=logits), head)()
         tokens.by_slot.zero_()
 
     start = time.perf_counter()

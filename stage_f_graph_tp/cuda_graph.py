@@ -116,11 +116,6 @@ class StepGraphs:
         return bool(self._recorded)
 
 
-def decode_shape(size: int, table_width: int, max_model_len: int, source: int = TokenSource.DEVICE) -> StepShape:
-    """Return the shape that records a decode step of `size` rows."""
-    return StepShape(size, size, size, table_width, size, 1, max_model_len, source)
-
-
 class DecodeGraphs(StepGraphs):
     """Recorded decode steps, one per capture size: a forward from the embedding to the sampled tokens.
 
@@ -145,7 +140,8 @@ class DecodeGraphs(StepGraphs):
         self._sizes = sizes
         self._padding_slot = padding_slot
         self._source = source
-        super().__init__(name, [decode_shape(size, table_width, max_model_len, source) for size in sizes])
+        rest = 1, max_model_len, source  # of a shape: a token per sequence
+        super().__init__(name, [StepShape(size, size, size, table_width, size, *rest) for size in sizes])
 
     def takes(self, shape: StepShape) -> StepShape | None:
         """Return the recorded shape that can run `shape`; None if there is none."""

@@ -25,8 +25,9 @@ from bisect import bisect_left
 import torch
 from torch import Tensor
 
-from stage_f_graph_tp.cuda_graph import NOTHING, Body, Compute, Recorded, Recorder
+from stage_f_graph_tp.cuda_graph import NOTHING, Body, Compute, DecodeGraphs, Recorded, Recorder
 from stage_f_graph_tp.forward import StepHead, StepOutput
+from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.last_tokens import Tokens
 from stage_f_graph_tp.step_input import StepBuffers, StepInput, StepShape
 
@@ -125,3 +126,16 @@ class PrefillGraphs:
         recorded = self._recorded[shape]
         recorded.replay()
         return recorded.result
+
+
+def make_graphs(
+    batch: InputBatch, tokens: Tokens, sizes: list[int], prefills: list[int]
+) -> tuple[DecodeGraphs, PrefillGraphs]:
+    """Make the graphs of decodes and of prefill, within the limits of a builder of inputs. Nothing is recorded yet.
+
+    Args:
+        sizes: numbers of sequences of the decode steps, ascending.
+        prefills: numbers of tokens of the prefill steps, ascending.
+    """
+    limits = batch.max_blocks, batch.max_model_len
+    return DecodeGraphs(sizes, *limits, tokens.num_slots), PrefillGraphs(prefills, tokens.num_slots, *limits, tokens)

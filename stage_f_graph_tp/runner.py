@@ -20,12 +20,12 @@ import torch
 from stage_e_batching.parts import InFlight
 from stage_e_batching.sampler import Sampler
 from stage_e_batching.step import ScheduledStep
-from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorder, decode_shape
+from stage_f_graph_tp.cuda_graph import DecodeGraphs, Recorder
 from stage_f_graph_tp.forward import Forward, Layers, Run, StepHead
 from stage_f_graph_tp.head import NOTHING_SAMPLED
 from stage_f_graph_tp.input_batch import InputBatch
 from stage_f_graph_tp.megakernel_steps import MegakernelSteps
-from stage_f_graph_tp.prefill_graphs import PrefillGraphs
+from stage_f_graph_tp.prefill_graphs import PrefillGraphs, make_graphs
 from stage_f_graph_tp.step_input import StepBuffers, StepShape
 
 
@@ -98,22 +98,17 @@ class StepRunner:
         Returns:
             a line per kind of step.
         """
-        tokens, limits = self.layers.tokens, (self.batch.max_blocks, self.batch.max_model_len)
-        shapes = [decode_shape(size, *limits) for size in sizes]
-        rest = [shape.num_seqs for shape in shapes if not any(first.takes(shape) for first in self._first)]
-        decodes = [DecodeGraphs(rest, *limits, tokens.num_slots)] if rest else []
-        decodes += self._graphs if sizes else []
-        prefill = [PrefillGraphs(list(prefills), tokens.num_slots, *limits, tokens)] if prefills else []
-        recorded: list[MegakernelSteps | DecodeGraphs | PrefillGraphs] = [
-            *(self._first if sizes else []),
-            *decodes,
-            *prefill,
-        ]
+        launched = max((first.most_rows for first in self._first), default=0)  # these need no graph
+        rest = [size for size in sizes if size > launched]
+        decode, prefill = make_graphs(self.batch, self.layers.tokens, rest, list(prefills))
+        decodes = [*([decode] if rest else []), *(self._graphs if sizes else [])]
+        behind = [*decodes, *([prefill] if prefills else [])]
+        recorded: list[MegakernelSteps | DecodeGraphs | PrefillGraphs] = [*(self._first if sizes else []), *behind]
         lines = self.head.prepare([shape for graphs in decodes for shape in graphs.shapes], record)
         parts = self.buffers, self.layers.run, self.head, self.layers.tokens.by_slot.device
         # The largest first: the others reuse their memory.
         lines += [forward.record_steps(record, *parts) for forward in reversed(recorded)]
-        self.forwards = [*self._first, *decodes, *prefill, self.layers]
+        self.forwards = [*self._first, *behind, self.layers]
         return lines
 
     def release(self) -> None:

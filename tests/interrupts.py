@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,11 +27,15 @@ TRACED = (
 )
 
 
+NO_SIGNAL = re.compile(r"\s*(with .*|return \w+, \w+)$")
+
+
 class Countdown:
     """Raises `error` before line number `lines` of the engines' code is run, once; counts the lines it has seen.
 
-    Lines that begin with `with` are left out: tracing stops there a second time when the block has been left and its
-    lock is not released yet, where the interpreter itself never lets a signal in.
+    Lines are left out where the interpreter itself never lets a signal in: those that begin with `with`, because
+    tracing stops there a second time when the block has been left and its lock is not released yet, and those that
+    return two names right after an assignment.
 
     Attributes:
         places: the lines it has seen, where it raises at none.
@@ -51,7 +56,7 @@ class Countdown:
     def _line(self, frame: FrameType, event: str, arg: object) -> object:
         if event == "line":
             source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            if not source.lstrip().startswith("with "):
+            if not NO_SIGNAL.match(source):
                 self.seen += 1
                 place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 if not self.lines:

@@ -37,6 +37,13 @@ def test_every_entry_of_the_list_of_pages_is_a_page(pages):
     assert len(listed) > 40 and [name for name in listed if not (pages / name).is_file()] == []
 
 
+def test_every_title_in_the_list_of_pages_has_a_chinese_one():
+    config = (ROOT / "docs" / "website" / "mkdocs.yml").read_text(encoding="utf-8")
+    translated = set(re.findall(r'^ {12}"?(.+?)"?: ', config.partition("nav_translations:")[2], re.MULTILINE))
+    titles = set(re.findall(r'^ *- \{?"?(\w[\w:, -]*?)"?:(?: |$)', config.split("\nnav:")[-1], re.MULTILINE))
+    assert len(titles) > 40 and {title for title in titles if len(title) > 1} - translated == set()
+
+
 def test_links_to_code_lead_to_a_repository_that_is_named(tmp_path):
     missing: list[str] = []
     text = "[a](loop.py#L7) [b](../stage_b_decode_step/README.md)\n```\n[c](nothing.md)\n```\n"

@@ -27,12 +27,12 @@ from math import comb
 import torch
 from torch import Tensor
 
+from benchmarks.floor import ModelCost
 from benchmarks.micro import chosen
-from stage_a_naive.checkpoints.experts import experts_of_layers
 from stage_a_naive.checkpoints.presets import preset_config
 
 CONFIG = preset_config("qwen3-30b-a3b")
-EXPERTS = next(experts for experts in experts_of_layers(CONFIG) if experts is not None)
+EXPERTS = ModelCost(CONFIG, 2).experts
 ROW = 2 * CONFIG.hidden_size  # bytes
 EXPERT = 3 * EXPERTS.size * ROW  # bytes of gate, up and down
 STEPS = 50  # simulated per number of tokens

@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.floor import ModelCost
 from benchmarks.micro import timed, with_engine
 from benchmarks.timing import graph_seconds
 from beyond import LLM, SamplingParams
 from beyond.experts.floor import expected_touched, weight_bytes
-from stage_a_naive.checkpoints.experts import experts_of_layers
 from stage_a_naive.checkpoints.presets import preset_config
-from stage_a_naive.floor import ModelBytes
 
 if TYPE_CHECKING:  # only a GPU needs Triton
     from beyond.experts.products import Choice, Tiles
@@ -47,8 +46,8 @@ DIVIDED = {  # ways to divide the experts among ranks
 }
 OPTIONS = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 256, "attention_backend": "triton"}
 OPTIONS |= {"num_kvcache_blocks": 1024, "kvcache_block_size": 64}
-BYTES = ModelBytes(preset_config(MODEL), 2)
-EXPERTS = next(experts for experts in experts_of_layers(BYTES.config) if experts is not None)
+BYTES = ModelCost(preset_config(MODEL), 2)
+EXPERTS = BYTES.experts
 
 
 def measure(

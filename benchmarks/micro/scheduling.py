@@ -14,6 +14,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.micro import chosen, one_thread, take_turns, unlike_prompt
@@ -110,20 +111,8 @@ def measure(
     Raises:
         ValueError: there is no such part or stage.
     """
-
-    def seconds() -> dict:
-        engine = chosen({"e": StageE, "f": StageF}, stage)
-        blocks = fit * -(-(input_len + output_len) // BLOCK_SIZE)
-        options = {"num_kvcache_blocks": blocks, "kvcache_block_size": BLOCK_SIZE, "max_num_seqs": requests}
-        options |= {"max_model_len": input_len + output_len, "enable_prefix_caching": False, "device": device}
-        work = {"stage": stage.upper(), "model": model, "requests": requests, "fit": fit}
-        work |= {"input_len": input_len, "output_len": output_len}
-        llms = {name: with_rule(engine, rule)(model, **options) for name, rule in POOLS.items()}
-        prompts = [unlike_prompt(i, input_len) for i in range(requests)]
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-        return {"part": "time"} | work | {"rows": time_rules(llms, prompts, params, repeats)}
-
-    return chosen({"counts": count_rules, "time": seconds}, part)()
+    work = {"model": model, "requests": requests, "fit": fit, "input_len": input_len, "output_len": output_len}
+    return chosen({"counts": count_rules, "time": partial(time_rules, stage, device, work, repeats)}, part)()
 
 
 def count_rules() -> dict:
@@ -136,21 +125,22 @@ def count_rules() -> dict:
     }
 
 
-def with_rule(engine: type[StageE], rule: type[rules.Scheduler]) -> type[StageE]:
-    """Return a stage whose scheduler has one rule changed."""
-
-    class Ruled(engine):
-        def _scheduler(self) -> rules.Scheduler:
-            return super()._scheduler(rule)
-
-    return Ruled
-
-
 @one_thread()
-def time_rules(
-    llms: dict[str, StageE], prompts: list[list[int]], params: SamplingParams, repeats: int
-) -> list[dict[str, object]]:
-    """Measure seconds, and count steps, preemptions and tokens computed again, of every rule in turn."""
+def time_rules(stage: str, device: str, work: dict, repeats: int) -> dict:
+    """Measure seconds, and count steps, preemptions and tokens computed again, of every rule in turn.
+
+    Args:
+        work: the model, the requests and the pool, as `measure` takes them.
+    """
+    engine = chosen({"e": StageE, "f": StageF}, stage)
+    requests, longest = work["requests"], work["input_len"] + work["output_len"]
+    options = {"num_kvcache_blocks": work["fit"] * -(-longest // BLOCK_SIZE), "kvcache_block_size": BLOCK_SIZE}
+    options |= {"max_num_seqs": requests, "max_model_len": longest, "enable_prefix_caching": False, "device": device}
+    llms = {name: engine(work["model"], **options) for name in POOLS}
+    for name, llm in llms.items():
+        llm.engine.scheduler = llm._scheduler(POOLS[name])
+    prompts = [unlike_prompt(i, work["input_len"]) for i in range(requests)]
+    params = SamplingParams(temperature=0.0, max_tokens=work["output_len"], ignore_eos=True)
 
     def run(name: str) -> dict[str, float]:
         llm = llms[name]
@@ -161,10 +151,11 @@ def time_rules(
         return {"seconds": seconds} | {key: after[f"num_{key}"] - before[f"num_{key}"] for key in COUNTED}
 
     found = take_turns(run, llms, repeats)
-    return [
+    rows = [
         {"rule": name, **{key: runs[-1][key] for key in COUNTED}, "samples": [one["seconds"] for one in runs]}
         for name, runs in found.items()
     ]
+    return {"part": "time", "stage": stage.upper(), **work, "rows": rows}
 
 
 def draw(results: list[dict]) -> dict[str, Picture]:

@@ -20,5 +20,5 @@ def constrain(llm: LLM) -> None:
     grammars = Grammars(llm.source, llm.vocab_size)
     sampler.constraints = Constraints(grammars, llm.options.max_num_seqs, llm.device, draft_of)
     llm.engine.check = grammars.error_of
-    if isinstance(scheduler.order, FirstCome):  # other orders wait for the compilation in a step
+    if isinstance(scheduler.order, FirstCome):  # with any other, a step waits for the compilation
         scheduler.order = WhenCompiled(grammars)

@@ -53,7 +53,7 @@ class Calls:
         self._gone: deque[Owner] = deque()  # mailboxes that were closed or deleted
         self._aborted: deque[int] = deque()  # requests to drop
         self._waiting: deque[Mailbox] = deque()  # of threads that wait for another thread's step
-        self._mailbox = Mailbox(self._gone)  # of requests without a mailbox
+        self.mailbox = Mailbox(self._gone)  # of requests without a mailbox
 
     def new_mailbox(self) -> Mailbox:
         """Make a mailbox for the requests of one call. Deleting the mailbox drops its requests."""
@@ -73,7 +73,7 @@ class Calls:
         scheduler = self.engine.scheduler
         scheduler.check_prompt(len(request.prompt_token_ids))
         completion = Completion(request, self._tokenizer, self._eos_token_ids, self._max_total_len, not streams)
-        owner = (self._mailbox if mailbox is None else mailbox).owner
+        owner = (self.mailbox if mailbox is None else mailbox).owner
         sequence = scheduler.new_sequence(completion, owner=owner, streams=streams)
         if self._inside_step:
             raise RuntimeError(INSIDE_STEP)
@@ -86,13 +86,17 @@ class Calls:
 
     def step(self) -> list[Event]:
         """Run one step for all requests; returns the events of requests without a mailbox."""
-        self._step_unless_news(None)
+        self.run_step()
         with self.lock:  # all threads that call `step` share this mailbox
-            return self._mailbox.take()
+            return self.mailbox.take()
+
+    def run_step(self) -> None:
+        """Run one step for all requests."""
+        self._step_unless_news(None)
 
     def is_finished(self) -> bool:
         """Tell whether `step` has returned the end of every request without a mailbox."""
-        return not (self._mailbox.owner.unfinished or self._mailbox.has_news)
+        return not (self.mailbox.owner.unfinished or self.mailbox.has_news)
 
     def advance(self, mailbox: Mailbox) -> None:
         """Run a step, or wait while another thread runs one. Call it until `mailbox` has news."""
@@ -185,7 +189,7 @@ class Calls:
         if self._midway:
             self.engine.forget()
             self._deliver()
-            self._mailbox.owner.unfinished.intersection_update(self.engine.scheduler.unfinished)
+            self.mailbox.owner.unfinished.intersection_update(self.engine.scheduler.unfinished)
         self._midway = True
         while self._gone:
             owner = self._gone[0]
@@ -196,7 +200,7 @@ class Calls:
         while self._aborted:
             sequence = self.engine.scheduler.find(self._aborted[0])
             if sequence is not None:
-                if sequence.owner is not self._mailbox.owner:
+                if sequence.owner is not self.mailbox.owner:
                     error = RuntimeError(f"request {sequence.request_id} was aborted by another call")
                     sequence.completion.fail(error)
                 self.engine.remove(sequence)

@@ -51,18 +51,21 @@ class Mailbox:
 
     Args:
         gone: receives `owner` when this mailbox is closed or deleted.
+
+    Attributes:
+        news: requests with something to read; one may be in it twice.
     """
 
     def __init__(self, gone: deque[Owner]) -> None:
         self._gone = gone
         self.owner = Owner(self, gone.append)
         self.owner.unfinished = set()
-        self._news: deque[BatchSequence] = deque()
+        self.news: deque[BatchSequence] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     @property
     def has_news(self) -> bool:
-        return bool(self._news)
+        return bool(self.news)
 
     def close(self) -> None:
         """Abandon the requests that have not ended; the engine drops them before its next step."""
@@ -70,13 +73,13 @@ class Mailbox:
 
     def put(self, sequence: BatchSequence) -> None:
         """Note that there is news of a request."""
-        self._news.append(sequence)
+        self.news.append(sequence)
 
     def take(self) -> list[Event]:
         """Read all news."""
         events: list[Event] = []
-        while self._news:
-            event = unread(self._news.popleft())
+        while self.news:
+            event = unread(self.news.popleft())
             if event is not None:
                 events.append(event)
         return events

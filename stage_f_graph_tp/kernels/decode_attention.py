@@ -1,15 +1,14 @@
 """Stage D's decode attention, launched by programmatic dependent launch (`pdl.py`).
 
-The loop over the keys and the combine are stage D's functions. Only the start is new, while the previous kernel still
+The look-up of blocks and the combine are stage D's functions. Only the start is new, while the previous kernel still
 runs. Lengths and block tables are known before the step begins, so a program loads them first. The previous kernel
 writes the query and the newest key, so the program waits before it reads them.
 
-All other keys and values were written by earlier steps. A program that has a single tile loads them before it waits
-(`only_tile`). One with several tiles does not: a first tile outside the loop breaks the loop's pipeline of loads, which
-was measured to cost more. It is not allowed if this step writes more keys than the newest one: if drafts have rows, or
-if a prompt shares a block that another prompt fills in this step (`AttentionMetadata.one_new_key`). With Qwen3-0.6B
-(heads of 128) a first tile outside the loop cost 2 to 14 % of a step of 8 to 64 sequences; with more sequences, whose
-contexts have few splits, hardly any program has a single tile.
+All other keys and values were written by earlier steps. So the loop over the keys begins before the wait: the compiler
+issues the loads of its first tiles ahead of the first iteration, and that iteration waits before it reads the query.
+The first split adds the newest key after its loop. This is not allowed if a step writes more keys than the newest
+one: if drafts have rows, or if a prompt shares a block that another prompt fills in this step
+(`AttentionMetadata.one_new_key`). Then the program waits first, and the loop is stage D's `online_softmax`.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -22,7 +21,7 @@ import triton
 import triton.language as tl
 
 from stage_d_paged.attention import AttentionMetadata
-from stage_d_paged.attention.decode_plan import plan_decode
+from stage_d_paged.attention.decode_plan import DecodeConfig, plan_decode
 from stage_d_paged.attention.triton_decode import (
     LOG2_E,
     decode,
@@ -37,48 +36,75 @@ from stage_f_graph_tp.kernels.pdl import pdl_settings, start_next, wait_for_prev
 
 
 @triton.jit
-def only_tile(
+def rescale(scores, highest, total, acc):
+    """Return the weights of more scores, [GROUP_PAD, n], and the running maximum, sum and values with them in mind."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    return weights, new_highest, total * shrink + tl.sum(weights, 1), acc * shrink[:, None]
+
+
+@triton.jit
+def early_softmax(
     query,
     query_inside,
     k_cache,
     v_cache,
-    slot,
-    start,
+    table,
+    block,
+    first,
+    step,
     context_len,
+    split,
     pool_column,
     slot_stride,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Attend to the one tile of keys that begins at `start`, and wait for the previous kernel in between.
+    """Do what stage D's `online_softmax` does, but read all keys except the newest before the previous kernel ends.
 
-    `query` holds addresses, [GROUP_PAD, HEAD_PAD]. Returns what `online_softmax` does.
+    `query` holds addresses, [GROUP_PAD, HEAD_PAD]. The first split adds the newest key.
     """
-    position = start + tl.arange(0, BLOCK_N)
+    old = context_len - 1  # the keys of earlier steps
+    key = tl.arange(0, BLOCK_N)
     inside = (tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :]
-    pool_offset = slot[:, None] * slot_stride + pool_column
-    old = (position < context_len - 1)[:, None] & inside  # all but the newest, which is not written yet
-    k = tl.load(k_cache + pool_offset, mask=old, other=0.0)
-    v = tl.load(v_cache + pool_offset, mask=old, other=0.0)
-    wait_for_previous(PDL)
-    q = tl.load(query, mask=query_inside, other=0.0)
-    valid = position < context_len
-    if WINDOW > 0:
-        valid = valid & (position >= context_len - WINDOW)
-    if start + BLOCK_N >= context_len:  # the newest key is in this tile
-        k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
+    q = tl.zeros([GROUP_PAD, HEAD_PAD], query.dtype.element_ty)
+    highest, total = tl.full([GROUP_PAD], float("-inf"), tl.float32), tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    for start in range(first, old, step):
+        valid = start + key < old
+        if WINDOW > 0:
+            valid = valid & (start + key >= context_len - WINDOW)
+        slot = slots_of(block, start, key, BLOCK_SIZE, BLOCK_N)
+        block = look_up(table, start + step, old, BLOCK_SIZE, BLOCK_N)
+        pool_offset = slot[:, None] * slot_stride + pool_column
+        k = tl.load(k_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)  # [BLOCK_N, HEAD_PAD]
         v = tl.load(v_cache + pool_offset, mask=valid[:, None] & inside, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2  # [GROUP_PAD, BLOCK_N]
-    scores = tl.where(valid[None, :], scores, float("-inf"))
-    highest = tl.max(scores, 1)
-    p = tl.exp2(scores - highest[:, None])
-    total = tl.sum(p, 1)
-    return tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / total[:, None], highest + tl.log2(total)
+        if start == first:
+            wait_for_previous(PDL)
+            q = tl.load(query, mask=query_inside, other=0.0)
+        scores = tl.where(valid, tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2, float("-inf"))
+        weights, highest, total, acc = rescale(scores, highest, total, acc)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    wait_for_previous(PDL)  # at once, unless the loop had no iteration
+    if (split == 0) & (context_len > 0):
+        newest = tl.load(table + old // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + old % BLOCK_SIZE
+        pool_offset = newest * slot_stride + pool_column
+        k = tl.load(k_cache + pool_offset, mask=inside, other=0.0).to(tl.float32)  # [1, HEAD_PAD]
+        v = tl.load(v_cache + pool_offset, mask=inside, other=0.0).to(tl.float32)
+        q = tl.load(query, mask=query_inside, other=0.0)
+        score = tl.sum(q.to(tl.float32) * k, 1, keep_dims=True) * scale_log2  # [GROUP_PAD, 1]
+        weights, highest, total, acc = rescale(score, highest, total, acc)
+        acc += weights * v
+    total = tl.where(total == 0.0, 1.0, total)  # without any key
+    return acc / total[:, None], highest + tl.log2(total)
 
 
 @triton.jit(do_not_specialize=["num_splits", "split_keys", "table_width"])
@@ -132,20 +158,25 @@ def dependent_decode_kernel(
         return  # without a wait: the first split of each sequence waits
     query += seq * query_stride + (head + row) * HEAD_DIM + column
     query_inside = (row < GROUP) & (column < HEAD_DIM)
-    if ONE_NEW_KEY and ((context_len > 0) & (first + splits * BLOCK_N >= context_len)):
-        acc, lse = only_tile(
+    if ONE_NEW_KEY:
+        acc, lse = early_softmax(
             query,
             query_inside,
             k_cache,
             v_cache,
-            slots_of(block, first + split * BLOCK_N, tl.arange(0, BLOCK_N), BLOCK_SIZE, BLOCK_N),
+            table,
+            block,
             first + split * BLOCK_N,
+            splits * BLOCK_N,
             context_len,
+            split,
             kv_head * HEAD_DIM + column,
             slot_stride,
             scale_log2,
             HEAD_DIM,
             HEAD_PAD,
+            GROUP_PAD,
+            BLOCK_SIZE,
             BLOCK_N,
             PRECISION,
             PDL,
@@ -211,8 +242,20 @@ def dependent_decode(
         decode(query, k_cache, v_cache, metadata, scale, out, arrival_counters, sm_count, window=window)
         return
     tables, lengths = metadata.block_tables, metadata.context_lens
+    heads = len(lengths) * k_cache.shape[2]
+    early, config = metadata.one_new_key and query.shape[2] <= 64 and heads < sm_count, None
+    if early and 2 * heads <= sm_count and query.element_size() == 2:
+        # Two tiles in flight and four programs per multiprocessor: all programs run at once, none in a second round.
+        config = DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=4)
     plan = plan_decode(
-        len(lengths), metadata.max_context_len, query.shape[1], *k_cache.shape[1:], query.dtype, sm_count, window=window
+        len(lengths),
+        metadata.max_context_len,
+        query.shape[1],
+        *k_cache.shape[1:],
+        query.dtype,
+        sm_count,
+        config,
+        window,
     )
     partial_out, partial_lse = plan.make_partials(query.device)
     dependent_decode_kernel[plan.programs,](
@@ -231,7 +274,7 @@ def dependent_decode(
         tables.stride(0),
         plan.num_splits,
         plan.split_keys,
-        ONE_NEW_KEY=metadata.one_new_key and query.shape[2] <= 64 and len(lengths) * k_cache.shape[2] < sm_count,
+        ONE_NEW_KEY=early,
         **plan.constants,
         **pdl_settings(query.device),
     )

@@ -31,8 +31,11 @@ def answers(llm, lines: int = 0) -> tuple[list, int]:
     return [(output["token_ids"], output["text"]) for output in outputs], countdown.seen
 
 
-def added_answers(llm, prompts: list, lines: int = 0, params: list = PARAMS) -> tuple[dict[int, list[int]], int]:
-    """The answers to added requests by the prompt's index, with one step interrupted, and how many lines were run."""
+def added_answers(llm, prompts: list, lines: int = 0, params: list = PARAMS) -> tuple[dict[int, list[int] | None], int]:
+    """The answers to added requests by the prompt's index, with one interrupt, and how many lines were run.
+
+    None: the request was added, and no step returned its answer.
+    """
     indices: dict[int, int] = {}
     found: dict[int, list[int]] = {}
     with interrupt_after(lines) as countdown:
@@ -46,7 +49,7 @@ def added_answers(llm, prompts: list, lines: int = 0, params: list = PARAMS) -> 
             with suppress(KeyboardInterrupt):
                 found |= {indices[request]: ids for request, ids in llm.step()[0] if request in indices}
                 finished = llm.is_finished()
-    return found, countdown.seen
+    return {index: found.get(index) for index in indices.values()}, countdown.seen
 
 
 def some_of(num_lines: int, sample: int) -> range:
@@ -82,8 +85,7 @@ def test_an_interrupt_at_any_line_of_a_step_costs_no_request_a_token(engine) -> 
         for lines in some_of(num_lines, sample=20):
             found, _ = added_answers(llm, SHORT, lines)
             assert found.items() <= expected.items(), f"line {lines} of {num_lines}"
-            # An interrupt of the line that returns a step's answers loses them; two may end in one step.
-            assert len(found) >= len(expected) - 2, f"line {lines} of {num_lines}"
+            assert len(found) >= len(expected) - 1, "only a request whose id was not returned has no answer"
             assert held(llm) == NOTHING
 
 
