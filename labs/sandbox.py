@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
@@ -229,6 +230,7 @@ def _try_both(folder: Path) -> None:
 ATTEMPTS: dict[str, Callable[[Path], None]] = {NAMESPACES: enclose, USER: _try_nobody}
 
 
+@cache
 def _error_of(attempt: Callable[[Path], None]) -> str:
     """Return what an attempt raises in a separate process; "" if nothing."""
     if not LINUX:

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from stage_a_naive.checkpoints.memory import free_memory
 
@@ -55,9 +57,8 @@ class KVCache:
                 "or leave both out for the engine to choose"
             )
         # Zeros, because a kernel may load a block's unused tail and mask it, and NaN times a zero weight is NaN.
-        self.tensor = torch.zeros(
-            2, num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device
-        )
+        self.tensor = zero_bytes(num_bytes, device).view(dtype)
+        self.tensor = self.tensor.view(2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = [(self.tensor[0, i], self.tensor[1, i]) for i in range(num_layers)]  # views, made once
@@ -70,6 +71,13 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
+
+
+def zero_bytes(count: int, device: torch.device) -> Tensor:
+    """Return `count` bytes of zeros; on the CPU they take memory where they are written."""
+    if device.type == "cpu":  # NumPy leaves the zeros to the system; PyTorch would write all of them
+        return torch.from_numpy(np.zeros(count, dtype=np.uint8))
+    return torch.zeros(count, dtype=torch.uint8, device=device)
 
 
 def available_memory(device: torch.device) -> int:

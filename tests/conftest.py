@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -28,6 +29,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+gc.disable()  # until all tests are collected: little of what that makes is garbage
 hypothesis.settings.register_profile("thorough", max_examples=300)
 ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 1 << 14  # elements
@@ -54,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(max(longer)))
         for marker in missing.keys() & item.keywords.keys():
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+def pytest_collection_finish() -> None:
+    """Hide the million objects of imports and of collected tests from the garbage collector."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

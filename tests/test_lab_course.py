@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -350,10 +351,13 @@ def test_the_last_due_date_of_a_group_counts_and_no_due_date_means_no_lateness()
 
 @pytest.fixture(scope="module")
 def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The edition that ends with lab D."""
+    """The edition that ends with lab D, with the values of the two exercises that a test judges in it."""
     folder = tmp_path_factory.mktemp("edition") / "course"
     student_repo.write_edition("d", folder)
-    student_repo.write_values(["d"], folder)
+    lab = replace(LAB, exercises=(exercise_of("D.2"), exercise_of("D.3")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(student_repo, "load_labs", lambda: {"d": lab})
+        student_repo.write_values(["d"], folder)
     return folder
 
 

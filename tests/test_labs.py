@@ -12,6 +12,7 @@ import sys
 import tarfile
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -351,14 +352,21 @@ def test_a_changed_signature_is_refused_with_the_one_that_was_given(tmp_path):
     assert mark.reason.endswith(f" (variants/floors.py:{line})")
 
 
-def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(tmp_path):
+@pytest.fixture(scope="module")
+def running_judge() -> Iterator[grade.Judge]:
+    """One for the tests of lab A that need nothing special: starting one takes seconds."""
+    with grade.Judge(7) as found:
+        yield found
+
+
+def test_given_code_is_the_references_and_a_change_is_named_with_file_and_line(tmp_path, running_judge):
     work = submission(tmp_path, "a")
     file = work / "stage_a_naive" / "chat.py"
     lines = file.read_text().splitlines(keepends=True)
     at = next(i for i, line in enumerate(lines) if line.startswith("import") or line.startswith("from"))
     lines.insert(at, "raise RuntimeError('given code of the submission ran')\n")
     file.write_text("".join(lines))
-    report = grade.grade(load_labs()["a"], work, only=["A.1"])
+    report = running_judge.report(load_labs()["a"], work, ["A.1"])
     assert report.marks[0].state == "passed"
     assert report.notes == [f"stage_a_naive/chat.py:{at + 1}: given code was changed; the judge uses the reference's"]
 
@@ -385,10 +393,10 @@ def forged(exercise: str, body: str, folder: Path) -> tuple[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def marks_of_forgeries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mark]:
+def marks_of_forgeries(tmp_path_factory: pytest.TempPathFactory, running_judge: grade.Judge) -> dict[str, Mark]:
     """The marks of forgeries of A.1."""
-    keys = [forged("A.1", body, tmp_path_factory.mktemp("f")) for body in ATTACKS["forgeries"].values()]
-    return dict(zip(ATTACKS["forgeries"], judge(keys, seed=7), strict=True))
+    works = {name: forged("A.1", body, tmp_path_factory.mktemp("f"))[1] for name, body in ATTACKS["forgeries"].items()}
+    return {name: running_judge.report(load_labs()["a"], work, ["A.1"]).marks[0] for name, work in works.items()}
 
 
 @pytest.mark.parametrize("name", ATTACKS["forgeries"])

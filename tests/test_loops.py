@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 
@@ -145,6 +146,12 @@ def load(loop: Loop) -> ModuleType:
 
 
 @pytest.fixture
+def forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the second process of a program a fork of this one, which has imported what it needs."""
+    monkeypatch.setattr("stage_f_graph_tp.tensor_parallel.loop.get_context", lambda _: get_context("fork"))
+
+
+@pytest.fixture
 def last_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """Run a program, on request without its idea and on less work, and return the last line that it prints."""
 
@@ -207,6 +214,7 @@ def test_a_program_runs_and_its_idea_changes_the_number(loop: Loop, last_line: C
         assert line in (ROOT / loop.path).with_name("README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("forked_process")
 @pytest.mark.parametrize(  # those that choose tokens run in the next test, and that in C++ in a separate one
     "loop", [row(loop, *[pytest.mark.slow] * bool(loop.answers or loop.path == IN_CPP)) for loop in LOOPS]
 )
@@ -226,6 +234,7 @@ def answered() -> tuple[list[list[int]], int, list[list[int]]]:
     return prompts, tokenizer.eos_token_id, [output["token_ids"] for output in outputs]
 
 
+@pytest.mark.usefixtures("forked_process")
 @pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop.answers], ids=lambda loop: loop.path)
 def test_a_program_chooses_the_tokens_of_the_engines(loop: Loop, answered: tuple) -> None:
     prompts, eos_id, expected = answered

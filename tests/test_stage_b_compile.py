@@ -7,11 +7,13 @@ import os
 import shutil
 import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from fake_model import completion_of
+from tiny_checkpoints import save_tiny
 from torch._dynamo import config as compiler
 from torch._dynamo.utils import counters
 
@@ -27,11 +29,12 @@ needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) i
 
 
 @needs_compiler
-def test_a_compiled_step_gives_the_same_tokens_and_compiles_once_a_cache_length() -> None:
+def test_a_compiled_step_gives_the_same_tokens_and_compiles_once_a_cache_length(tmp_path: Path) -> None:
     torch.compiler.reset()
     counters.clear()
-    naive = NaiveLLM("random:qwen2-tiny", device="cpu")
-    llm = LLM("random:qwen2-tiny", device="cpu", compile=True)
+    model = save_tiny(tmp_path, "qwen2-tiny", num_hidden_layers=1, layer_types=["full_attention"])  # half of the C++
+    naive = NaiveLLM(model, device="cpu")
+    llm = LLM(model, device="cpu", compile=True)
     llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     prompts = [[5], [6] * 30, [7] * 200]

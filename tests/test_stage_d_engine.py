@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from stage_a_naive.checkpoints.presets import preset_config
 from stage_c_fused_mlp.extension import ExtensionError
 from stage_d_paged import LLM, SamplingParams, fused_mlp
 from stage_d_paged.batch import largest_step
-from stage_d_paged.kv_cache import CPU_POOL_BYTES, blocks_that_fit, cpu_num_blocks
+from stage_d_paged.kv_cache import CPU_POOL_BYTES, KVCache, PoolShape, blocks_that_fit, cpu_num_blocks
 from stage_d_paged.options import EngineOptions
 from stage_d_paged.runtime import Formats, load_runtime
 
@@ -117,6 +118,14 @@ def test_the_pool_on_the_cpu_is_512_mib_or_one_full_sequence():
     assert cpu_num_blocks(block_bytes=2**20, block_size=16, max_model_len=4096) == CPU_POOL_BYTES // 2**20
     assert cpu_num_blocks(block_bytes=2**23, block_size=16, max_model_len=4096) == 256
     assert cpu_num_blocks(block_bytes=2**29, block_size=16, max_model_len=100) == 7
+
+
+def test_a_pool_on_the_cpu_takes_memory_only_where_it_is_written():
+    before = getrusage(RUSAGE_SELF).ru_minflt
+    pool = KVCache(PoolShape(2, 4096, 16, 4, 64, torch.bfloat16, CPU))  # 64 MiB
+    assert getrusage(RUSAGE_SELF).ru_minflt - before < 1000, "of 16384 pages"
+    assert pool.tensor.shape == (2, 2, 4096, 16, 4, 64) and pool.tensor.dtype == torch.bfloat16
+    assert not pool.tensor.any()
 
 
 def test_the_largest_step_can_be_measured_in_a_pool_of_one_block(llm: LLM):
