@@ -146,7 +146,7 @@ def transposed_product(
     for step in range(steps):
         start = first + step * BLOCK_K
         column = start + tl.arange(0, BLOCK_K)
-        address = values + column[None, :] + row.to(tl.int64)[:, None] * SIZE
+        address = values + row.to(tl.int64)[:, None] * SIZE + column[None, :]
         if EVEN:
             weights = tl.load(address)
         else:
