@@ -148,17 +148,17 @@ def transposed_product(
         column = start + tl.arange(0, BLOCK_K)
         address = values + row.to(tl.int64)[:, None] * SIZE + column[None, :]
         if EVEN:
-            weights = tl.load(address)
+            w = tl.load(address)
         else:
-            weights = tl.load(address, mask=row_inside[:, None] & (column < SIZE)[None, :], other=0.0)
-        left = token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)
-        right = tl.trans(to_16_bits(weights, left.dtype))
+            w = tl.load(address, mask=row_inside[:, None] & (column < SIZE)[None, :], other=0.0)
+        t = token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)
+        w = tl.trans(to_16_bits(w, t.dtype))
         if GROUP == 0:
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = tl.dot(t, w, acc, input_precision=PRECISION)
         else:
             groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
             scale = tl.load(scales + row * groups + start // GROUP, mask=row_inside & (start < SIZE), other=0.0)
-            acc += tl.dot(left, right, input_precision=PRECISION) * scale[None, :]
+            acc += tl.dot(t, w, input_precision=PRECISION) * scale[None, :]
     if GROUP == 0:  # loaded behind the loop, which needs the registers
         acc *= tl.load(scales + row, mask=row_inside, other=0.0)[None, :]
     return tl.trans(acc)
