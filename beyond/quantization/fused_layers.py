@@ -55,9 +55,10 @@ class QuantizedProducts:
     def __call__(
         self, x: Tensor, weight: Quantized, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        if residual is None or bias is not None:
-            product = products.product(x, weight, bias, pdl=self._pdl, arrival_counters=self._arrival_counters)
-            return product if residual is None else residual.add_(product)
+        if residual is None:
+            return products.product(x, weight, bias, pdl=self._pdl)
+        if bias is not None:
+            return residual.add_(products.product(x, weight, bias, pdl=self._pdl))
         total = products.product_add(x, weight, residual, None, self._arrival_counters, pdl=self._pdl)
         assert isinstance(total, Tensor)  # without a `gain` it is not a stream
         return total
@@ -67,12 +68,11 @@ class QuantizedProducts:
 
     def project(self, x: Any, norm: RMSNorm, linear: QuantizedLinear) -> tuple[Tensor, None, None]:
         if isinstance(x, products.Stream):
-            weight, counters = linear.weight, self._arrival_counters
-            return products.normed_product(x, norm.eps, weight, linear.bias, None, self._pdl, counters), None, None
+            return products.normed_product(x, norm.eps, linear.weight, linear.bias, pdl=self._pdl), None, None
         return linear(rms_norm(x, norm.weight, norm.eps, self._pdl)), None, None
 
     def gate_up_silu(self, stream: products.Stream, norm: RMSNorm, linear: QuantizedLinear) -> Tensor:
-        return products.gate_up_silu(stream, norm.eps, linear.weight, None, self._pdl, self._arrival_counters)
+        return products.gate_up_silu(stream, norm.eps, linear.weight, pdl=self._pdl)
 
     def add(self, x: Tensor, linear: Any, residual: Tensor, gain: Tensor | None) -> Any:
         if isinstance(linear, QuantizedLinear):

@@ -120,51 +120,6 @@ def sliced_product(
 
 
 @triton.jit
-def transposed_product(
-    x,
-    x_stride,
-    token,
-    token_inside,
-    values,
-    scales,
-    row,
-    row_inside,
-    first,
-    steps,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """As `dequantized_product`, for 64 tokens, which are the left operand.
-
-    Hopper's tensor cores read the right operand from shared memory. So each weight is converted once, by the thread
-    that reads it as one of 16 neighbours, and written to shared memory in 16 bits.
-    """
-    acc = tl.zeros([token.shape[0], row.shape[0]], tl.float32)
-    for step in range(steps):
-        start = first + step * BLOCK_K
-        column = start + tl.arange(0, BLOCK_K)
-        address = values + row.to(tl.int64)[:, None] * SIZE + column[None, :]
-        if EVEN:
-            w = tl.load(address)
-        else:
-            w = tl.load(address, mask=row_inside[:, None] & (column < SIZE)[None, :], other=0.0)
-        t = token_tile(x, x_stride, token, token_inside, column, SIZE, EVEN)
-        w = tl.trans(to_16_bits(w, t.dtype))
-        if GROUP == 0:
-            acc = tl.dot(t, w, acc, input_precision=PRECISION)
-        else:
-            groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-            scale = tl.load(scales + row * groups + start // GROUP, mask=row_inside & (start < SIZE), other=0.0)
-            acc += tl.dot(t, w, input_precision=PRECISION) * scale[None, :]
-    if GROUP == 0:  # loaded behind the loop, which needs the registers
-        acc *= tl.load(scales + row, mask=row_inside, other=0.0)[None, :]
-    return tl.trans(acc)
-
-
-@triton.jit
 def _product(
     x,
     x_stride,
@@ -223,36 +178,6 @@ def _product(
     )
 
 
-@triton.jit
-def _sum_of_parts(
-    acc, partial, arrival_counters, tile, steps: tl.constexpr, total, ROWS: tl.constexpr, TOKENS: tl.constexpr
-):
-    """Store a part of a tile's sums `acc [ROWS, TOKENS]`; add all parts up if this program stores the last one.
-
-    A program has at most two tiles that it shares with others: its first one, if it begins in the middle of it, and its
-    last one. So it has room for two parts.
-
-    Returns the sums, and whether they are complete.
-    """
-    programs = tl.num_programs(0)
-    first = tile * steps
-    position = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-    program = tl.program_id(0)
-    part = 2 * program + (program * total // programs < first).to(tl.int32)
-    tl.store(partial + part.to(tl.int64) * (ROWS * TOKENS) + position, acc)
-    tl.debug_barrier()  # every thread's part is written before one thread counts it
-    first_program = ((first + 1) * programs - 1) // total
-    last_program = ((first + steps) * programs - 1) // total
-    is_last = tl.atomic_add(arrival_counters + tile, 1, sem="acq_rel", scope="gpu") == last_program - first_program
-    if is_last:
-        tl.store(arrival_counters + tile, 0)  # ready for the next launch
-        acc = tl.zeros([ROWS, TOKENS], tl.float32)
-        for program in range(first_program, last_program + 1):
-            part = 2 * program + (program * total // programs < first).to(tl.int32)
-            acc += tl.load(partial + part.to(tl.int64) * (ROWS * TOKENS) + position, cache_modifier=".cg")
-    return acc, is_last
-
-
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def product_kernel(
     x,
@@ -265,17 +190,12 @@ def product_kernel(
     scales,
     bias,
     out,
-    partial,
-    arrival_counters,
     SIZE: tl.constexpr,
     OUT_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
-    PAIRED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -283,99 +203,101 @@ def product_kernel(
     SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Multiply by BLOCK_N weight rows per tile; then the second half of the norm before the product, and the bias.
-
-    PAIRED: a tile has BLOCK_N rows of gate and the same rows of up; then `silu(gate) * up`.
-
-    A tile has as many steps as BLOCK_K columns fit into a row. The steps of all tiles are divided evenly among the
-    programs. With WHOLE there are as many programs as tiles.
-    """
-    HEIGHT: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
-    EVEN: tl.constexpr = SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0
-    steps: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
-    token_blocks = tl.cdiv(tokens, BLOCK_M)
-    total = (OUT_SIZE + BLOCK_N - 1) // BLOCK_N * token_blocks * steps
+    """Multiply by BLOCK_N weight rows; then the second half of the norm before the product, and the bias."""
+    # Neighbouring programs share weights, which are larger than the L2 cache; the tokens are not.
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_inside = token < tokens
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_inside = row < OUT_SIZE
     start_next(PDL)
-    step = tl.program_id(0) * steps
-    end = step + steps
-    if not WHOLE:
-        step = tl.program_id(0) * total // tl.num_programs(0)
-        end = (tl.program_id(0) + 1) * total // tl.num_programs(0)
-    # Without a loop where a program has one tile: then the kernel needs fewer registers.
-    for number in (tl.static_range if WHOLE else tl.range)(1 if WHOLE else (end + steps - 1) // steps - step // steps):
-        tile = step // steps + number
-        begin = 0 if WHOLE else max(step - tile * steps, 0)
-        count = steps if WHOLE else min(end - tile * steps, steps) - begin
-        # Neighbouring programs share weights, which are larger than the L2 cache; the tokens are not.
-        token = tile % token_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-        token_inside = token < tokens
-        first = tile // token_blocks * BLOCK_N
-        own = first + tl.arange(0, BLOCK_N)
-        row = own
-        row_inside = own < OUT_SIZE
-        if PAIRED:  # one product of twice the height: 8 rows of gate, 8 of up, so that a thread has both of a pair
-            index = tl.arange(0, HEIGHT)
-            row = first + index // 16 * 8 + index % 8
-            row_inside = row < OUT_SIZE
-            row += index // 8 % 2 * OUT_SIZE
-        if HAS_BIAS:
-            biases = tl.load(bias + row, mask=row_inside, other=0.0)
-        wait_for_previous(PDL)
-        if HAS_NORM and not TRANSPOSED:  # a large tile needs the registers
-            sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
-        if TRANSPOSED:
-            acc = transposed_product(
-                x,
-                x_stride,
-                token,
-                token_inside,
-                values,
-                scales,
-                row,
-                row_inside,
-                begin * BLOCK_K,
-                count,
-                SIZE,
-                GROUP,
-                EVEN,
-                BLOCK_K,
-                PRECISION,
-            )
-        else:
-            acc = _product(
-                x,
-                x_stride,
-                token,
-                token_inside,
-                values,
-                scales,
-                row,
-                row_inside,
-                begin * BLOCK_K,
-                count,
-                SIZE,
-                GROUP,
-                EVEN,
-                BLOCK_K,
-                SLICES,
-                PRECISION,
-            )
-        is_complete = True
-        if not WHOLE and count < steps:
-            acc, is_complete = _sum_of_parts(acc, partial, arrival_counters, tile, steps, total, HEIGHT, BLOCK_M)
-        if is_complete:
-            y = acc
-            if HAS_NORM:
-                if TRANSPOSED:
-                    sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
-                y *= row_scale(sums, SIZE, eps)
-            if HAS_BIAS:
-                y += biases.to(tl.float32)[:, None]
-            if PAIRED:
-                gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_N // 8, 2, 8, BLOCK_M)), (0, 2, 3, 1)))
-                y = tl.reshape(gate * tl.sigmoid(gate) * up, (BLOCK_N, BLOCK_M))
-            target = out + token.to(tl.int64)[None, :] * OUT_SIZE + own[:, None]
-            tl.store(target, y, mask=(own < OUT_SIZE)[:, None] & token_inside[None, :])
+    if HAS_BIAS:
+        biases = tl.load(bias + row, mask=row_inside, other=0.0)
+    wait_for_previous(PDL)
+    if HAS_NORM:
+        sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
+    acc = _product(
+        x,
+        x_stride,
+        token,
+        token_inside,
+        values,
+        scales,
+        row,
+        row_inside,
+        0,
+        tl.cdiv(SIZE, BLOCK_K),
+        SIZE,
+        GROUP,
+        SIZE % BLOCK_K == 0 and OUT_SIZE % BLOCK_N == 0,
+        BLOCK_K,
+        SLICES,
+        PRECISION,
+    )
+    if HAS_NORM:
+        acc *= row_scale(sums, SIZE, eps)
+    if HAS_BIAS:
+        acc += biases.to(tl.float32)[:, None]
+    target = out + token.to(tl.int64)[None, :] * OUT_SIZE + row[:, None]
+    tl.store(target, acc, mask=row_inside[:, None] & token_inside[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def gate_up_silu_kernel(
+    x,
+    x_stride,
+    squares,
+    parts,
+    tokens,
+    eps,
+    values,
+    scales,
+    out,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply by BLOCK_N rows of gate and the same rows of up; then `silu(gate) * up`."""
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_inside = token < tokens
+    first = tl.program_id(0) * BLOCK_N
+    index = tl.arange(0, 2 * BLOCK_N)
+    row = first + index % BLOCK_N + index // BLOCK_N * INTERMEDIATE  # one product of twice the height
+    row_inside = first + index % BLOCK_N < INTERMEDIATE
+    start_next(PDL)
+    wait_for_previous(PDL)
+    sums = load_squares(squares, parts, tokens, token, token_inside, PARTS)
+    acc = _product(
+        x,
+        x_stride,
+        token,
+        token_inside,
+        values,
+        scales,
+        row,
+        row_inside,
+        0,
+        tl.cdiv(SIZE, BLOCK_K),
+        SIZE,
+        GROUP,
+        SIZE % BLOCK_K == 0 and INTERMEDIATE % BLOCK_N == 0,
+        BLOCK_K,
+        SLICES,
+        PRECISION,
+    )
+    scale = row_scale(sums, SIZE, eps)
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    row = first + tl.arange(0, BLOCK_N)
+    gate *= scale
+    target = token.to(tl.int64)[None, :] * INTERMEDIATE + row[:, None]
+    inside = (row < INTERMEDIATE)[:, None] & token_inside[None, :]
+    tl.store(out + target, gate * tl.sigmoid(gate) * (up * scale), mask=inside)
 
 
 @triton.jit

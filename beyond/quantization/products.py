@@ -25,7 +25,12 @@ from torch import Tensor
 from beyond.quantization.conversion import dequantize_kernel
 from beyond.quantization.formats import Quantized
 from beyond.quantization.options import GROUP_SIZE
-from beyond.quantization.product_kernels import product_add_kernel, product_kernel, scale_kernel
+from beyond.quantization.product_kernels import (
+    gate_up_silu_kernel,
+    product_add_kernel,
+    product_kernel,
+    scale_kernel,
+)
 from beyond.quantization.tiles import Tiles, choose_tiles, token_block
 from stage_f_graph_tp.kernels.pdl import pdl_settings
 from stage_f_graph_tp.kernels.skinny_gemm import ceil_div
@@ -66,19 +71,12 @@ def scale_rows(x: Tensor, gain: Tensor, pdl: bool = True) -> Stream:
 
 
 def product(
-    x: Tensor,
-    weight: Quantized,
-    bias: Tensor | None = None,
-    tiles: Tiles | None = None,
-    pdl: bool = True,
-    arrival_counters: Tensor | None = None,
+    x: Tensor, weight: Quantized, bias: Tensor | None = None, tiles: Tiles | None = None, pdl: bool = True
 ) -> Tensor:
     """Compute `x Wᵀ (+ b)`: `[tokens, in_features]` -> `[tokens, out_features]`."""
     if x.shape[0] > PRODUCT_MAX_TOKENS:
         return F.linear(x, dequantize(weight, x.dtype), bias)
-    out = torch.empty(x.shape[0], weight.values.shape[0], dtype=x.dtype, device=x.device)
-    _multiply(x, weight, out, tiles, arrival_counters, pdl, bias=bias)
-    return out
+    return _product(x, None, 0.0, weight, bias, tiles, pdl)
 
 
 def normed_product(
@@ -88,56 +86,27 @@ def normed_product(
     bias: Tensor | None,
     tiles: Tiles | None = None,
     pdl: bool = True,
-    arrival_counters: Tensor | None = None,
 ) -> Tensor:
     """Compute the product of the normalised rows, given the first half of their norm."""
-    x = stream.scaled
-    out = torch.empty(x.shape[0], weight.values.shape[0], dtype=x.dtype, device=x.device)
-    _multiply(x, weight, out, tiles, arrival_counters, pdl, squares=stream.squares, eps=eps, bias=bias)
-    return out
+    return _product(stream.scaled, stream.squares, eps, weight, bias, tiles, pdl)
 
 
-def gate_up_silu(
-    stream: Stream,
+def _product(
+    x: Tensor,
+    squares: Tensor | None,
     eps: float,
     weight: Quantized,
-    tiles: Tiles | None = None,
-    pdl: bool = True,
-    arrival_counters: Tensor | None = None,
-) -> Tensor:
-    """Compute `silu(gate) * up` of the normalised rows; `weight` is `[2 * intermediate, hidden]`, gate rows first."""
-    x = stream.scaled
-    out = torch.empty(x.shape[0], weight.values.shape[0] // 2, dtype=x.dtype, device=x.device)
-    _multiply(x, weight, out, tiles, arrival_counters, pdl, squares=stream.squares, eps=eps, paired=True)
-    return out
-
-
-def _multiply(
-    x: Tensor,
-    weight: Quantized,
-    out: Tensor,
+    bias: Tensor | None,
     tiles: Tiles | None,
-    arrival_counters: Tensor | None,
     pdl: bool,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    paired: bool = False,
-) -> None:
-    """Launch `product_kernel`. Without `arrival_counters` every tile has one program."""
-    tokens, (rows, columns) = x.shape[0], weight.values.shape
-    height = 2 if paired else 1
-    rows, block_m = rows // height, token_block(tokens)
-    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device, height)
-    num_tiles = programs = ceil_div(rows, tiles.rows) * ceil_div(tokens, block_m)
-    if tiles.programs and arrival_counters is not None:
-        programs = min(tiles.programs, num_tiles * ceil_div(columns, tiles.columns))
-    is_whole = programs == num_tiles
-    if arrival_counters is not None and not is_whole and num_tiles > len(arrival_counters):
-        raise ValueError(f"{num_tiles} tiles need as many arrival counters, got {len(arrival_counters)}; pass more")
-    partial = out if is_whole else x.new_empty(2 * programs * tiles.rows * height * block_m, dtype=torch.float32)
+) -> Tensor:
+    tokens = x.shape[0]
+    rows, columns = weight.values.shape
+    tiles = tiles or choose_tiles(rows, columns, tokens, x.element_size(), _group(weight), x.device)
+    block_m = token_block(tokens)
+    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     parts = 1 if squares is None else len(squares)
-    product_kernel[programs,](
+    product_kernel[ceil_div(tokens, block_m), ceil_div(rows, tiles.rows)](
         x,
         x.stride(0),
         out if squares is None else squares,
@@ -147,20 +116,42 @@ def _multiply(
         *weight,
         out if bias is None else bias,
         out,
-        partial,
-        out if arrival_counters is None else arrival_counters,
         SIZE=columns,
         OUT_SIZE=rows,
         GROUP=_group(weight),
         PARTS=triton.next_power_of_2(parts),
-        PAIRED=paired,
         HAS_NORM=squares is not None,
         HAS_BIAS=bias is not None,
-        WHOLE=is_whole,
-        TRANSPOSED=tiles.transposed,
         BLOCK_M=block_m,
         **_settings(tiles, x, pdl),
     )
+    return out
+
+
+def gate_up_silu(stream: Stream, eps: float, weight: Quantized, tiles: Tiles | None = None, pdl: bool = True) -> Tensor:
+    """Compute `silu(gate) * up` of the normalised rows; `weight` is `[2 * intermediate, hidden]`, gate rows first."""
+    x, tokens = stream.scaled, stream.x.shape[0]
+    intermediate, hidden = weight.values.shape[0] // 2, weight.values.shape[1]
+    tiles = tiles or choose_tiles(intermediate, hidden, tokens, x.element_size(), _group(weight), x.device, 2)
+    block_m, parts = token_block(tokens), len(stream.squares)
+    out = torch.empty(tokens, intermediate, dtype=x.dtype, device=x.device)
+    gate_up_silu_kernel[ceil_div(intermediate, tiles.rows), ceil_div(tokens, block_m)](
+        x,
+        x.stride(0),
+        stream.squares,
+        parts,
+        tokens,
+        eps,
+        *weight,
+        out,
+        SIZE=hidden,
+        GROUP=_group(weight),
+        PARTS=triton.next_power_of_2(parts),
+        INTERMEDIATE=intermediate,
+        BLOCK_M=block_m,
+        **_settings(tiles, x, pdl),
+    )
+    return out
 
 
 def product_add(

@@ -24,9 +24,6 @@ class Tiles:
         warps, stages: of a program; stages are the tiles with loads in flight.
         splits: split-K, the number of parts that the weight's columns are cut into (only `product_add`).
         slices: 1, or the number of warps, if each warp takes a part of a tile's columns.
-        programs: divide the steps of all tiles, of `columns` each, evenly among this many programs; 0: one per tile
-            (not `product_add`).
-        transposed: the tokens are the left operand (not `product_add`).
     """
 
     rows: int
@@ -35,8 +32,6 @@ class Tiles:
     stages: int
     splits: int = 1
     slices: int = 1
-    programs: int = 0
-    transposed: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -68,11 +63,8 @@ def choose_tiles(
     if element_size == 4:  # tensor cores do not multiply float32 at full precision: small tiles
         return Tiles(16, group or 128, 4, 2)
     tiles = None if group else _measured_tiles(rows, columns, block_m, height, splits, sm_count)
-    if tiles:
-        converted = 2 * tiles.rows * height if tiles.transposed else 0  # weights in 16 bits
-        loads = tiles.stages * (tiles.rows * height + 2 * block_m)
-        if (loads + converted) * tiles.columns <= (shared_bytes or math.inf):
-            return tiles
+    if tiles and tiles.stages * (tiles.rows * height + 2 * block_m) * tiles.columns <= (shared_bytes or math.inf):
+        return tiles
     token_blocks = ceil_div(tokens, block_m)
     tall, width, warps = (64, 128, 2) if block_m <= 32 else (128, 128 if block_m == 64 else 64, 4)
     programs = ceil_div(rows * height, tall) * token_blocks
@@ -116,10 +108,8 @@ def _measured_tiles(rows: int, columns: int, block_m: int, height: int, splits: 
         return Tiles(64 // height, 128, warps=2, stages=4)
     if block_m == 16 and is_small:
         return Tiles(32 // height, 512, warps=4, stages=4, splits=2 if splits else 1, slices=4)
-    if block_m == 64 and (is_wide or (is_small and not splits and height == 1)):
-        num_tiles = ceil_div(rows * height, 128)
-        programs = 2 * sm_count if is_wide else 2 * sm_count // num_tiles * num_tiles
-        return Tiles(128 // height, 128, warps=4, stages=3, programs=programs, transposed=True)
+    if block_m == 64 and is_wide:
+        return Tiles(64 // height, 128, warps=4, stages=3)
     if block_m == 128:
         parts = (4 if columns > 2 * rows else 2) if splits and is_small else 1
         programs = ceil_div(rows * height, 64) * parts
