@@ -84,12 +84,14 @@ class HybridKVCache:
         layers: each layer's (keys, values), as in stage D's pool, in the model's order.
     """
 
-    def __init__(self, full: KVCache, windowed: KVCache, is_windowed: tuple[bool, ...], limits: Limits) -> None:
-        self.num_blocks, self.num_window_blocks = full.num_blocks, windowed.num_blocks
-        self.block_size, self.limits = full.block_size, limits
-        pools = {False: iter(full.layers), True: iter(windowed.layers)}
-        self.layers = [next(pools[kind]) for kind in is_windowed]
-        self.num_bytes = full.num_bytes + windowed.num_bytes
+    def __init__(
+        self, blocks: Division, pools: dict[bool, KVCache], is_windowed: tuple[bool, ...], limits: Limits
+    ) -> None:
+        self.num_blocks, self.num_window_blocks = blocks
+        self.block_size, self.limits = pools[True].block_size, limits
+        layers = {kind: iter(pool.layers) for kind, pool in pools.items()}
+        self.layers = [next(layers[kind]) for kind in is_windowed]
+        self.num_bytes = sum(pool.num_bytes for pool in pools.values())
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,9 @@ class HybridPool:
         num_windowed = sum(self.is_windowed)
         layers = Division(shape.num_layers - num_windowed, num_windowed)
         blocks = self.limits.divide(shape.num_blocks, shape.block_size, *layers)
-        full, windowed = (self.one_pool(PoolShape(*counts, *shape[2:])) for counts in zip(layers, blocks, strict=True))
-        return HybridKVCache(full, windowed, self.is_windowed, self.limits)
+        counts = zip((False, True), layers, blocks, strict=True)  # a kind without layers has no pool
+        pools = {kind: self.one_pool(PoolShape(n, of_each, *shape[2:])) for kind, n, of_each in counts if n}
+        return HybridKVCache(blocks, pools, self.is_windowed, self.limits)
 
     def bytes_per_token(self, shape: PoolShape) -> int:
         """Return the bytes of one token's K and V in all layers, if all layers keep it."""
