@@ -66,8 +66,10 @@ DIVIDED = [
 
 
 @pytest.mark.parametrize("engine", DIVIDED, indirect=True, ids=lambda engine: engine.name)
-@pytest.mark.parametrize("options", [{}, IN_PIECES | {"num_kvcache_blocks": 20}], ids=["", "in pieces"])
-@pytest.mark.parametrize("model", [EXPERTS, *OTHERS])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [(EXPERTS, {}), *((model, IN_PIECES | {"num_kvcache_blocks": 20}) for model in (EXPERTS, *OTHERS))],
+)
 def test_two_ranks_with_whole_experts_give_stage_as_tokens(engine, model: str, options: dict) -> None:
     with forked_ranks(), engine.made(model, **options) as llm:
         for _ in range(2):
