@@ -63,13 +63,14 @@ def compiled_for_hopper(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     if not isinstance(kernel, triton.JITFunction):
         pytest.skip("Triton interprets in this process, and compiles nothing")
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = [name for name in names if types[name].startswith("*") or name in strides]
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         types,
         {(names.index(name),): value for name, value in constants.items()},

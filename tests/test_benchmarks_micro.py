@@ -189,11 +189,13 @@ def test_a_prefill_is_timed_with_the_copy_engine_and_without(monkeypatch):
     monkeypatch.setattr(attention, "REPEATS", 1)
     monkeypatch.setattr(attention, "MAX_LAUNCHES", 2)
     result = {"kind": "attention", "environment": ENVIRONMENT, "ceilings": CEILINGS} | attention.measure("prefill")
-    engine, loads = result["rows"]
+    engine, loads, separate = result["rows"]
+    assert separate["bulk_copies"] > 0 == separate["small_copies"]
     assert engine["bulk_copies"] > 0 == loads["bulk_copies"] and loads["small_copies"] > 0 < loads["products"]
-    assert [line.split(" | ")[0] for line in tables(attention, [result])["attention-copies"][2:4]] == [
+    assert [line.split(" | ")[0] for line in tables(attention, [result])["attention-copies"][2:5]] == [
         "| the copy engine",
         "| ordinary loads",
+        "| the copy engine, asked by a separate warp",
     ]
 
 

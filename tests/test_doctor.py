@@ -118,8 +118,8 @@ def test_a_stage_is_promised_what_the_machine_and_its_tools_can_do(
     ("machine", "what"),
     [
         (doctor.Machine(), ["make stage-a", "train.py", "C++ compiler", "ninja"]),
-        (CPU, []),  # no driver: there is no GPU to be seen
-        (replace(CPU, driver="580.1"), ["there is an NVIDIA driver"]),
+        (replace(CPU, triton="3.6"), []),  # no driver: there is no GPU to be seen
+        (replace(CPU, driver="580.1"), ["there is an NVIDIA driver", "Triton, whose interpreter"]),
         (H200, []),
         (ADA, []),
         *((machine, ["a PyTorch built for this GPU"]) for machine in NO_KERNELS),
@@ -127,7 +127,10 @@ def test_a_stage_is_promised_what_the_machine_and_its_tools_can_do(
         (replace(T4, triton=None, flash_attn=None), []),  # they serve no T4
     ],
 )
-def test_it_advises_what_would_work_here_and_nothing_else(machine: doctor.Machine, what: list[str]) -> None:
+def test_it_advises_what_would_work_here_and_nothing_else(
+    machine: doctor.Machine, what: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Linux")
     found = doctor.advice(machine)
     assert len(found) == len(what) and all(word in text for word, text in zip(what, found, strict=True))
 

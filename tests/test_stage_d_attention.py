@@ -6,12 +6,13 @@ written (`guarded_memory` in `conftest.py`), so a kernel that reads too much sho
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 import torch
 from kernel_cases import CASE, CPU, CUDA, F32, HALVES, case, interpreted, on_a_gpu, relative_error
-from no_gpu import PretendedDevice, recorded_launches
+from no_gpu import PretendedDevice, compiled_for_hopper, recorded_launches
 
 from stage_d_paged.attention import AttentionMetadata, BackendUnavailable, pick_backend
 from stage_d_paged.attention.decode_plan import plan_decode
@@ -333,6 +334,74 @@ def test_large_prefill_tiles_are_for_gpus_with_the_shared_memory_for_them(gpu, l
     [launch] = launches
     tiles = launch.num_stages * 2 * launch.BLOCK_N * 128 * 2  # keys and values of one head, in bytes
     assert (tiles > 64 * 2**10) == large
+
+
+LONG_PREFILL = {"tokens": 8192, "dtype": torch.bfloat16, "head_dim": 128, "block_size": 64, "window": 0}
+
+
+@pytest.mark.usefixtures("pretended_gpus")
+@pytest.mark.parametrize(
+    ("gpu", "change", "wanted"),
+    [
+        (90, {}, "hopper_prefill_kernel"),
+        (90, {"head_dim": 64, "block_size": 256}, "hopper_prefill_kernel"),
+        (80, {}, "_prefill_kernel"),
+        (100, {}, "_prefill_kernel"),
+        (90, {"tokens": 1024}, "_prefill_kernel"),
+        (90, {"dtype": F32}, "_prefill_kernel"),
+        (90, {"head_dim": 96}, "_prefill_kernel"),
+        (90, {"block_size": 16}, "_prefill_kernel"),
+        (90, {"window": 100}, "_prefill_kernel"),
+    ],
+    ids=str,
+)
+def test_hopper_s_prefill_kernel_gets_what_it_can_compute(gpu, change, wanted, monkeypatch):
+    triton_prefill = pytest.importorskip("stage_d_paged.attention.triton_prefill")
+    from stage_d_paged.attention import hopper_prefill
+
+    launches = recorded_launches(monkeypatch, triton_prefill, "_prefill_kernel")
+    hopper_launches = recorded_launches(monkeypatch, hopper_prefill, "hopper_prefill_kernel")
+    asked, device = {**LONG_PREFILL, **change}, torch.device("cuda", gpu)
+    with PretendedDevice(device):
+        query = torch.empty(asked["tokens"], 2, asked["head_dim"], dtype=asked["dtype"], device=device)
+        cache = torch.empty(8, asked["block_size"], 2, asked["head_dim"], dtype=asked["dtype"], device=device)
+        lengths = torch.empty(1, dtype=torch.int32, device=device)
+        metadata = AttentionMetadata(lengths, lengths, lengths, lengths[None], 8192, 8192)
+        triton_prefill.prefill(query, cache, cache, metadata, 0.1, query, window=asked["window"])
+    assert [launch.kernel for launch in launches + hopper_launches] == [wanted]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in LARGE if shape[-1] % 64 == 0] + [(14, 2, 64, 64)], ids=str)
+def test_hopper_s_prefill_kernel_equals_the_definition(shape, dtype, monkeypatch):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for Hopper")
+    from stage_d_paged.attention import hopper_prefill
+
+    monkeypatch.setattr(hopper_prefill, "MIN_TOKENS", 0)
+    backend = pick_backend("triton", CUDA, dtype, shape[2])
+    for batch in [*BATCHES.values(), *LONG, *edge_batches(shape[-1])]:
+        check(backend, make_batch(*batch, *shape, CUDA, dtype))
+
+
+@pytest.mark.parametrize(("shape", "overlaps"), [((14, 2, 64), False), ((16, 8, 128), True)])
+def test_hopper_s_prefill_kernel_computes_exponentials_while_a_product_runs(shape, overlaps):
+    hopper_prefill = pytest.importorskip("stage_d_paged.attention.hopper_prefill")
+    heads, kv_heads, head_dim = shape
+    swizzled = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
+    pool = f"tensordesc<bf16[64, 64],{swizzled}>"
+    types = dict.fromkeys(("out", "query"), "*bf16") | dict.fromkeys(("k_pool", "v_pool"), pool)
+    types |= dict.fromkeys(("block_tables", "context_lens", "cu_seqlens_q"), "*i32") | {"scale_log2": "fp32"}
+    types |= dict.fromkeys(("query_stride", "table_width", "num_seqs"), "i32")
+    constants = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": 64}
+    config = hopper_prefill.CONFIGS[head_dim]
+    constants |= {"BLOCK_N": config.block_n, "STAGES": config.num_stages, "ROWS": 64, "COPY": 64}
+    constants |= {"OVERLAP": config.overlap, "REGISTERS": config.registers}
+    options = {"num_warps": 4, "maxnreg": config.max_registers}
+    ptx = compiled_for_hopper(hopper_prefill.hopper_prefill_kernel, types, constants, ("query_stride",), **options)
+    meanwhile = re.findall(r"wait_group\S* 1;(.*?)wait_group\S* 0;", ptx, re.DOTALL)
+    assert bool(meanwhile) == overlaps and all("ex2.approx" in part for part in meanwhile)
 
 
 # (heads, KV heads, head_dim) -> sequences, context, splits

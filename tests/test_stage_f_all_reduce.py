@@ -52,7 +52,7 @@ stop, note = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
 own = [tensor.data_ptr() for tensor in (calls, stop, note)]
 addresses = torch.tensor([mailbox.ctypes.data for mailbox in mailboxes] + own)
 one_shot = module.OneShotAllReduce.__new__(module.OneShotAllReduce)
-one_shot.rank, one_shot.size, one_shot.peers = rank, ranks, rank_sum.Peers(addresses, rank, ranks)
+one_shot.rank, one_shot.size, one_shot.peers, one_shot._pdl = rank, ranks, rank_sum.Peers(addresses, rank, ranks), False
 
 def values(of_rank, turn, *shape):
     return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1000 * turn + of_rank))
@@ -65,12 +65,12 @@ def add_up(count, dtype, onto):
 
 counters = torch.zeros(8, dtype=torch.int32)
 
-def multiply(tokens, splits):
-    parts = [(values(r, turn, tokens, 48).float(), values(r + 50, turn, 40, 48).float()) for r in range(ranks)]
-    residual = torch.arange(40.0).repeat(tokens, 1)
-    expected = residual + sum(x @ weight.T for x, weight in parts)
+def multiply(tokens, splits, dtype):
+    parts = [(values(r, turn, tokens, 48).to(dtype), values(r + 50, turn, 40, 48).to(dtype)) for r in range(ranks)]
+    residual = torch.arange(40.0).to(dtype).repeat(tokens, 1)
+    expected = residual + sum(x.float() @ weight.float().T for x, weight in parts)  # 16 bits hold them
     stream = product_add(*parts[rank], residual, counters, Tiles(16, splits), one_shot.peers)
-    assert stream.x is residual and torch.equal(stream.x, expected), (turn, tokens)
+    assert stream.x is residual and torch.equal(stream.x, expected.to(dtype)), (turn, tokens)
     assert torch.allclose(stream.squares.sum(0), expected.pow(2).sum(1))
 
 lengths = torch.randint(1, 25, (60,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -78,7 +78,7 @@ for turn, count in enumerate(lengths):  # in any mixture: a program is in some c
     if turn % 7 == rank:
         time.sleep(0.01)  # the others run ahead
     if turn % 4 == 2:
-        multiply(count, 1 + turn % 3 % 2)
+        multiply(count, 1 + turn % 3 % 2, (torch.float32, torch.float16)[turn % 8 // 4])
     else:
         add_up(count, (torch.float16, torch.float32, torch.bfloat16)[turn % 3], bool(turn % 2))
 

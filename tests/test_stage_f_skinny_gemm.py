@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import product
 
@@ -18,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # tokens, hidden, heads, KV heads, head_dim
 ATTENTION = [(1, 32, 2, 1, 16), (5, 56, 3, 3, 24), (17, 40, 4, 2, 64), (70, 24, 7, 1, 20)]
 REAL = [(9, 896, 14, 2, 64), (32, 1024, 16, 8, 128), (64, 2048, 32, 8, 64), (32, 3584, 28, 4, 128)]
-# hidden, intermediate, heads, KV heads, head_dim: of a model, or of what each of two ranks has of it
+# hidden, intermediate, heads, KV heads, head_dim: of a model, or of what each of two or four ranks has of it
 SMALL = {
     "qwen2.5-0.5b": (896, 4864, 14, 2, 64),
     "qwen3-0.6b": (1024, 3072, 16, 8, 128),
@@ -27,6 +28,7 @@ SMALL = {
 LARGE = {
     "qwen2.5-7b": (3584, 18944, 28, 4, 128),
     "half of qwen2.5-7b": (3584, 9472, 14, 2, 128),
+    "a quarter of qwen2.5-7b": (3584, 4736, 7, 1, 128),
     "llama-3.1-8b": (4096, 14336, 32, 8, 128),
     "half of llama-3.1-8b": (4096, 7168, 16, 4, 128),
 }
@@ -255,7 +257,8 @@ def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and
     from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT
 
     assert (qkv.PAIRS, gate_up.BLOCK_N, out.BLOCK_N, down.BLOCK_N) == (32, 32, 64, 64)
-    together = {"qwen2.5-7b": 3, "llama-3.1-8b": 2, "half of qwen2.5-7b": 3 if tokens > 16 else 1}.get(model, 1)
+    together = {"qwen2.5-7b": 3, "llama-3.1-8b": 2, "a quarter of qwen2.5-7b": 2}.get(model, 1)
+    together = 3 if model == "half of qwen2.5-7b" and tokens > 16 else together
     for launch, count in (qkv, 1), (out, 1), (gate_up, together), (down, 1):  # programs of a multiprocessor
         used = launch.num_stages * (64 + launch.BLOCK_M) * 256
         assert used <= 211 << 10
@@ -266,19 +269,48 @@ def test_tiles_of_large_models_are_64_weight_rows_and_fit_into_shared_memory_and
         assert launch.num_stages == (5 if tokens > 16 else 8), "above 16 tokens the next product gets room beside it"
 
 
-@pytest.mark.parametrize("rows", [32, 64])
-def test_compiled_for_hopper_64_weight_rows_are_multiplied_from_shared_memory(rows):
-    """Lower tiles by instructions that read the weights from registers."""
+@pytest.mark.usefixtures("pretended_gpus")
+def test_up_to_16_tokens_a_sum_of_four_ranks_has_no_splits_and_gate_up_fits_beside_the_output():
+    pytest.importorskip("triton")
+    from stage_f_graph_tp.kernels.skinny_gemm import choose_tiles
+
+    out, down = (choose_tiles(3584, columns, 16, H200, splits=True, ranks=4) for columns in (896, 4736))
+    gate_up = choose_tiles(4736, 3584, 16, H200)
+    for tiles in out, down:
+        assert (tiles.rows, tiles.splits) == (32, 1)
+    memory = out.stages * (out.rows + 16) + gate_up.stages * (2 * gate_up.rows + 16)
+    assert out.stages > 896 // 128 and memory * 256 <= 226 << 10
+    for ranks, tokens in (2, 16), (4, 17):
+        assert choose_tiles(3584, 4736, tokens, H200, splits=True, ranks=ranks).splits == 2
+
+
+def product_for_hopper(**constants: object) -> str:
+    """PTX of the product that is added to the residual, for 16 tokens of Qwen2.5-7B."""
     pytest.importorskip("triton")
     from stage_f_graph_tp.kernels.skinny_gemm_kernels import product_add_kernel
 
-    constants = {"SIZE": 3584, "OUT_SIZE": 3584, "SPLITS": 2, "BLOCK_N": rows, "RANK": 0, "RANKS": 1, "PDL": True}
+    constants = {"SIZE": 3584, "OUT_SIZE": 3584, "RANK": 0, "PDL": True} | constants
     constants |= {"BLOCK_M": 16, "BLOCK_K": 128, "PRECISION": "tf32"}
     types = dict.fromkeys(product_add_kernel.arg_names, "i32")
     types |= dict.fromkeys(("x", "weight", "residual"), "*bf16") | dict.fromkeys(("squares", "partial"), "*fp32")
-    types |= dict.fromkeys(("arrival_counters", "peers"), "*i32")
-    found = compiled_for_hopper(product_add_kernel, types, constants, ("x_stride", "residual_stride"), num_stages=8)
+    types |= {"arrival_counters": "*i32", "peers": "*i64"}
+    return compiled_for_hopper(product_add_kernel, types, constants, ("x_stride", "residual_stride"), num_stages=8)
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_compiled_for_hopper_64_weight_rows_are_multiplied_from_shared_memory(rows):
+    """Lower tiles by instructions that read the weights from registers."""
+    found = product_for_hopper(BLOCK_N=rows, SPLITS=2, RANKS=1)
     assert ("wgmma.mma" in found) == (rows == 64) and ("mma.sync" in found) == (rows == 32)
+
+
+@pytest.mark.parametrize("rows, splits", [(32, 1), (64, 2)])
+def test_compiled_for_hopper_a_look_at_the_mailbox_loads_the_parts_of_all_ranks_together(rows, splits):
+    found = product_for_hopper(BLOCK_N=rows, SPLITS=splits, RANKS=4)
+    loads = re.findall(r"ld\.volatile\.global\.v\d|bar\.sync", found)
+    first = loads.index("ld.volatile.global.v4")
+    assert loads.count("ld.volatile.global.v4") == 3 * rows * 16 // 4 // 128
+    assert "bar.sync" not in loads[first : first + loads.count("ld.volatile.global.v4")]
 
 
 def test_compiled_for_hopper_the_halves_of_a_product_are_separated_in_registers():

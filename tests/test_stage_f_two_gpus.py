@@ -102,15 +102,15 @@ RANK = """
 import random, sys, time
 import torch
 import torch.distributed as dist
-from stage_f_graph_tp.kernels.skinny_gemm import product_add
+from stage_f_graph_tp.kernels.skinny_gemm import Tiles, product_add
 from stage_f_graph_tp.tensor_parallel import all_reduce
 from stage_f_graph_tp.tensor_parallel.rank_group import RankGroup
 from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous
 
-rank, port = int(sys.argv[1]), int(sys.argv[2])
+rank, port, ranks = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 2
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
-group = RankGroup(Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), rank, 2), device)
+group = RankGroup(Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), rank, ranks), device)
 """
 
 MIXTURE = f"""{RANK}
@@ -119,7 +119,7 @@ assert group.one_shot is not None, "these GPUs cannot write one another's memory
 chance = random.Random(0)  # the same on both ranks
 
 def numbers(of_rank, count, seed):
-    generator = torch.Generator(device).manual_seed(2 * seed + of_rank)
+    generator = torch.Generator(device).manual_seed(ranks * seed + of_rank)
     return torch.randint(-8, 9, (count,), generator=generator, device=device)  # whose sums no dtype rounds
 
 counters = torch.zeros(4096, dtype=torch.int32, device=device)
@@ -131,7 +131,7 @@ class Call:
         count = chance.choice((1, 896, 2048, 5 * 2048 + 3, longest // 2, longest, longest + 8))
         self.own = numbers(rank, count, seed).to(dtype)
         self.residual = chance.choice((None, 1.0))
-        self.expected = (numbers(0, count, seed) + numbers(1, count, seed)).to(dtype) + (self.residual or 0)
+        self.expected = sum(numbers(r, count, seed) for r in range(ranks)).to(dtype) + (self.residual or 0)
         self.one_shot = chance.choice((group.one_shot, group.one_shot, None))  # None leaves it to NCCL
 
     def run(self):
@@ -150,11 +150,14 @@ class Product:
             return both[: tokens * columns].view(tokens, columns), both[tokens * columns :].view(out, columns)
         self.x, self.weight = part(rank)
         self.residual = numbers(0, tokens * out, seed + 1).view(tokens, out).to(torch.bfloat16)
-        sums = sum(x.float() @ weight.float().T for x, weight in map(part, range(2)))
+        sent = torch.bfloat16 if tokens > 16 else torch.float32
+        sums = sum((x.float() @ weight.float().T).to(sent).float() for x, weight in map(part, range(ranks)))
         self.expected = (self.residual + sums).to(torch.bfloat16)
+        self.tiles = chance.choice((None, Tiles(32, stages=12)))
 
     def run(self):
-        total, squares = product_add(self.x, self.weight, self.residual.clone(), counters, peers=group.one_shot.peers)
+        residual, peers = self.residual.clone(), group.one_shot.peers
+        total, squares = product_add(self.x, self.weight, residual, counters, self.tiles, peers)
         exact = self.expected.float().pow(2).sum(1)
         return (total != self.expected).any() | ((squares.sum(0) - exact).abs() > exact * 1e-5).any()
 
@@ -172,7 +175,7 @@ for seed in range(6):
     graphs.append((graph, found, calls))
 print("recorded", flush=True)
 for turn in range(1000):
-    if turn % 50 == 25 * rank:
+    if turn % 50 == 12 * rank:
         time.sleep(0.01)  # the other rank runs ahead
     if chance.random() < 0.5:
         graph, found, _ = chance.choice(graphs)
@@ -189,9 +192,12 @@ print("done", flush=True)
 """
 
 
-def test_short_and_long_tensors_are_added_up_in_graphs_and_out_in_any_mixture():
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_short_and_long_tensors_are_added_up_in_graphs_and_out_in_any_mixture(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for output in run(MIXTURE, [[rank, store.port] for rank in range(2)], 150):
+    for output in run(MIXTURE, [[rank, store.port, ranks] for rank in range(ranks)], 150):
         assert output.split("wrong: ")[-1].split()[:2] == ["0", "done"], output
 
 

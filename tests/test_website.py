@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 import pytest
 
-from docs.website.build import FENCE, LINK, Gatherer, for_students, main
+from docs.website.build import FENCE, LINK, Gatherer, address_of, for_students, main
 from labs.student_repo import shown
 
 pytest.importorskip("nbconvert", reason="makes pages of notebooks: pip install -e .[site]")
@@ -22,11 +24,14 @@ def pages(tmp_path_factory):
 
 
 def test_every_link_and_figure_of_a_page_leads_to_a_file_of_the_site(pages):
-    lost = []
-    for page in pages.rglob("*.md"):
-        for _, target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
-            if not re.match(r"[a-z]+:|#", target) and not (page.parent / target.partition("#")[0]).exists():
-                lost.append(f"{page.relative_to(pages)}: {target}")
+    places = {PurePosixPath(file.relative_to(pages)) for file in pages.rglob("*") if file.is_file()}
+    addresses, lost = {address_of(place) for place in places}, []
+    for page in [place for place in places if place.suffix == ".md"]:
+        for before, target in LINK.findall(FENCE.sub("", (pages / page).read_text(encoding="utf-8"))):
+            start, there = (page, places) if before == "](" else (address_of(page), addresses)
+            found = PurePosixPath(os.path.normpath(start.parent / target.partition("#")[0]))
+            if not re.match(r"[a-z]+:|#", target) and found not in there:
+                lost.append(f"{page}: {target}")
     assert len(list(pages.rglob("*.md"))) > 100 and not lost
 
 
@@ -53,6 +58,21 @@ def test_links_to_code_lead_to_a_repository_that_is_named(tmp_path):
     assert "[b](../stage_b_decode_step/index.md)" in got and "[c](nothing.md)" in got, "code stays as it is"
     Gatherer(tmp_path, "").with_links("[c](nothing.md)", page, missing)
     assert missing == ["stage_a_naive/README.md: nothing.md"]
+
+
+def test_a_chinese_page_shows_its_figures_and_leads_to_the_english_one(tmp_path):
+    gatherer, missing = Gatherer(tmp_path, ""), []
+    page = PurePosixPath("stage_a_naive/README.zh-CN.md")
+    text = "[English](README.md) [B](../stage_b_decode_step/README.zh-CN.md) ![](no_cache.zh-CN.svg)"
+    got = gatherer.with_links(text, page, missing)
+    assert got.startswith(
+        '<a href="../../stage_a_naive/index.html">English</a> [B](../stage_b_decode_step/index.zh.md)'
+    )
+    assert "![](no_cache_zh-CN.svg)" in got and (tmp_path / "stage_a_naive" / "no_cache_zh-CN.svg").is_file()
+    page, picture = PurePosixPath("README.zh-CN.md"), '<img src="stage_a_naive/no_cache.zh-CN.svg">'
+    assert gatherer.with_links(picture, page, missing) == '<img src="../stage_a_naive/no_cache_zh-CN.svg">'
+    got = gatherer.with_links("[中文](README.zh-CN.md)", PurePosixPath("README.md"), missing)
+    assert got == '<a href="zh/index.html">中文</a>' and not missing
 
 
 def test_slides_that_were_built_are_named_beside_those_in_markdown(tmp_path):
@@ -85,6 +105,11 @@ def test_the_site_builds_with_no_warning_and_nothing_from_elsewhere():
     site = ROOT / "build" / "website" / "site"
     elsewhere = re.compile(r'<(?:script|link)[^>]*(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)')
     assert [page.name for page in site.rglob("*.html") if elsewhere.search(page.read_text(encoding="utf-8"))] == []
+    lost, local = [], re.compile(r'<[^<>]* (?:src|srcset|href)="(?!\w+:|//|#)([^"#?]+)')
+    for page in site.rglob("[!4]*.html"):  # 404.html is shown at every address
+        names = [unquote(name) for name in local.findall(page.read_text(encoding="utf-8"))]
+        lost += [f"{page.relative_to(site)}: {name}" for name in names if not (page.parent / name).exists()]
+    assert lost == []
     assert "阶段" in (site / "zh" / "index.html").read_text(encoding="utf-8")
 
 

@@ -312,6 +312,10 @@ def advice(machine: Machine) -> list[str]:
         ),
         (lambda m: m.can(TRITON) and not m.triton, "Triton for the paged attention kernels: `pip install triton`"),
         (
+            lambda m: platform.system() == "Linux" and bool(m.torch) and not m.gpus and not m.triton,
+            "Triton, whose interpreter runs kernels on a CPU, for labs and programs: `make loops` installs it",
+        ),
+        (
             lambda m: m.can(FLASH_ATTN) and not m.flash_attn,
             "flash-attn, a second attention backend for GPUs: `pip install flash-attn --no-build-isolation`",
         ),

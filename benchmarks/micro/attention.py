@@ -1,7 +1,7 @@
 """Paged attention by each backend, compared with the chip's limits (GPU).
 
     python -m benchmarks.micro attention                  # every backend
-    python -m benchmarks.micro attention part=prefill     # the Triton prefill, whose keys the copy engine brings or not
+    python -m benchmarks.micro attention part=prefill     # a prefill, by who brings its keys
 
 Decode attention reads every key and value once, so its limit is bandwidth: the bytes of K, V, query and output per
 second, compared with a large copy. Prefill is limited by arithmetic: 4 × head_dim × heads operations for every (query,
@@ -11,6 +11,7 @@ visible key) pair, compared with a large matrix product. Each launch of the CUDA
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest import mock
 
@@ -118,14 +119,23 @@ def time_case(case: Case, name: str) -> list[float]:
 
 
 def time_copies() -> list[dict]:
-    """Time a prefill whose tiles of keys the copy engine brings, and one that loads them, and count instructions."""
-    from stage_d_paged.attention import triton_prefill  # here: only GPUs need Triton
+    """Time a prefill by who brings its tiles of keys, and count instructions."""
+    from stage_d_paged.attention import hopper_prefill, triton_prefill  # here: only GPUs need Triton
 
-    programs = triton_prefill._prefill_kernel.device_caches[torch.cuda.current_device()][0]
+    in_triton = mock.patch.object(hopper_prefill, "takes", lambda *_: False)
+    without = mock.patch.object(triton_prefill, "_descriptor", lambda *_: None)
+    ways = {
+        "the copy engine": (triton_prefill._prefill_kernel, [in_triton]),
+        "ordinary loads": (triton_prefill._prefill_kernel, [in_triton, without]),
+        "the copy engine, asked by a separate warp": (hopper_prefill.hopper_prefill_kernel, []),
+    }
     rows = []
-    for way, descriptor in {"the copy engine": triton_prefill._descriptor, "ordinary loads": lambda *_: None}.items():
+    for way, (kernel, patches) in ways.items():
+        programs = kernel.device_caches[torch.cuda.current_device()][0]
         before = set(programs)
-        with mock.patch.object(triton_prefill, "_descriptor", descriptor):
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
             samples = time_case(PREFILL, "triton")
         [program] = [programs[key] for key in set(programs) - before]
         counts = {name: program.asm["ptx"].count(text) for name, text in INSTRUCTIONS.items()}

@@ -7,6 +7,7 @@ MkDocs wants them, and MkDocs writes `build/website/site`:
     figures            are copied
     notebooks          become pages, with their outputs
     links to code      lead to a page with that file, or with `--repository URL` to the file there
+    English, 中文       lead from a page to its other edition; all other links stay in the reader's language
     --students         leaves out instructors' pages and the answers to exercises, in lessons, notebooks and code
     Colab              opens a notebook of `--repository`: a link below its title, as no picture comes from elsewhere
     stages' classes    have pages made from their docstrings, without importing them
@@ -32,6 +33,7 @@ from labs.first_cell import REPOSITORY, with_badge
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "website"
 LINK = re.compile(r"(\]\(|(?:src|srcset|href)=\")([^)\"\s]+)")
+EDITION = re.compile(r"\[([^\[\]]+)\]\(([^)\s#]+)\)")  # perhaps a link to the page in the other language
 BADGE = re.compile(r"\[!\[(.*?)\]\(http.*?\)\]")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2", re.MULTILINE | re.DOTALL)
 LIST = re.compile(r"^((?! *(?:[-*]|1\.) | *$|[|#<]).+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)  # begins below a line of text
@@ -51,6 +53,17 @@ def tracked(suffix: str) -> list[PurePosixPath]:
 def place_of(file: PurePosixPath) -> PurePosixPath:
     """Where a page of the repository lies in the site's sources."""
     return file.with_name(re.sub(r"^README\b", "index", file.stem).replace(".zh-CN", ".zh") + ".md")
+
+
+def figure_place(file: PurePosixPath) -> PurePosixPath:
+    """Where a figure lies: without `.zh-CN`, which MkDocs would take for a language that the site does not have."""
+    return file.with_name(file.name.replace(".zh-CN.", "_zh-CN."))
+
+
+def address_of(place: PurePosixPath) -> PurePosixPath:
+    """Where MkDocs writes what lies there in the site's sources: pages in Chinese in the folder `zh`."""
+    page = place.with_suffix(".html") if place.suffix == ".md" else place
+    return PurePosixPath("zh", page.with_name(page.name.replace(".zh.", "."))) if ".zh" in place.suffixes else page
 
 
 def source_place(file: PurePosixPath) -> PurePosixPath:
@@ -126,7 +139,15 @@ class Gatherer:
         """Return a page's text with links that hold in the site; code between fences stays as it is."""
 
         def mended(prose: str) -> str:
-            return LIST.sub(r"\1\n\n", LINK.sub(replace, prose))  # MkDocs wants an empty line before a list
+            linked = LINK.sub(replace, EDITION.sub(to_other_edition, prose))
+            return LIST.sub(r"\1\n\n", linked)  # MkDocs wants an empty line before a list
+
+        def to_other_edition(match: re.Match[str]) -> str:
+            """Return a link to the other edition as HTML: MkDocs would keep it in the reader's language."""
+            words, name = match.groups()
+            other = PurePosixPath(os.path.normpath(file.parent / name))
+            same = str(other).replace(".zh-CN.", ".") == str(file).replace(".zh-CN.", ".")
+            return f'<a href="{name}">{words}</a>' if same and other != file else match[0]
 
         def replace(match: re.Match[str]) -> str:
             before, target = match.groups()
@@ -136,12 +157,11 @@ class Gatherer:
             found = PurePosixPath(os.path.normpath(file.parent / name))
             if self.students and found in FOR_TEACHERS:
                 return f"{before}#"
-            if (self.pages / found).is_file():  # a notebook's picture
-                return match[0]
             if not (ROOT / found).exists():
-                missing.append(f"{file}: {target}")
+                if not (self.pages / found).is_file():  # as a notebook's picture is
+                    missing.append(f"{file}: {target}")
                 return match[0]
-            return before + self.target(found, place_of(file), hash_sign + anchor)
+            return before + self.target(found, place_of(file), hash_sign + anchor, is_html=before != "](")
 
         pieces, end = [], 0
         for fence in FENCE.finditer(text):
@@ -149,12 +169,12 @@ class Gatherer:
             end = fence.end()
         return "".join([*pieces, mended(text[end:])])
 
-    def target(self, found: PurePosixPath, page: PurePosixPath, anchor: str) -> str:
-        """Return what a page's link to a file or folder of the repository becomes."""
+    def target(self, found: PurePosixPath, page: PurePosixPath, anchor: str, is_html: bool) -> str:
+        """Return what a page's link to a file or folder of the repository becomes; MkDocs leaves HTML alone."""
         if (ROOT / found).is_dir() and found / "README.md" in self.places:
             found /= "README.md"
         if found.suffix in FIGURES:
-            place = found
+            place = figure_place(found)
             (self.pages / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / found, self.pages / place)
         elif found in self.places:
@@ -164,6 +184,8 @@ class Gatherer:
         else:
             self.sources.add(found)
             place, anchor = source_place(found), re.sub(r"^#L", "#__codelineno-0-", anchor)
+        if is_html:
+            place, page = address_of(place), address_of(page)
         return os.path.relpath(place, page.parent) + anchor
 
 

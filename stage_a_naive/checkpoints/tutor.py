@@ -26,8 +26,9 @@ def require_tutor() -> None:
     """
     if not TUTOR_PATH.is_dir():
         raise ModelError(
-            f"there is no {TUTOR_PATH}: an installed package has the stages alone; the tutor, random: models and stage "
-            "C's sources need a clone of the repository (git clone, then pip install -e . in it)"
+            f"there is no {TUTOR_PATH}: an installed package has the stages alone, for models that are a directory or "
+            "on the hub; the tutor, random: models and stage C's sources need a clone of the repository (git clone, "
+            "then pip install -e . in it)"
         )
 
 

@@ -120,8 +120,9 @@ def run(
     except OSError as error:
         print(f"error: {cannot_write(error) if error.errno in CANNOT_WRITE else one_line(error)}", file=sys.stderr)
         return 2
-    except (ValueError, MemoryError, NotImplementedError) as error:  # the last one: an exercise that is not done
-        print(f"error: {one_line(error)}", file=sys.stderr)
+    except (ValueError, MemoryError, NotImplementedError) as error:
+        unwritten = " (this exercise is not written yet)" if str(error).startswith("Lab ") else ""
+        print(f"error: {one_line(error)}{unwritten}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         advice = "`make doctor` says what else is missing, and how to get it"

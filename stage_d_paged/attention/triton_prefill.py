@@ -313,6 +313,13 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@cache
+def _has_gluon(device: torch.device) -> bool:
+    """Return whether `hopper_prefill.py` runs: it needs Hopper's instructions, and Gluon as it is since Triton 3.6."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return version >= (3, 6) and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _descriptor(cache: torch.Tensor, block_n: int) -> TensorDescriptor | None:
     """Make the descriptor with which the tensor memory accelerator copies tiles of keys; None if it cannot.
 
@@ -347,6 +354,12 @@ def prefill(
     block_size, kv_heads = k_cache.shape[1:3]
     seqs, group = metadata.context_lens.shape[0], heads // kv_heads
     hopper = _is_hopper(query.device)
+    if config is None and scales is None and not window and _has_gluon(query.device):
+        from . import hopper_prefill  # here: other GPUs need no Gluon
+
+        if hopper_prefill.takes(query, k_cache):
+            hopper_prefill.prefill(query, k_cache, v_cache, metadata, scale, out)
+            return
     config = config or choose_prefill_config(query.element_size(), hopper, tokens, head_dim)
     block_m = max(config.block_m, triton.next_power_of_2(group))
     k_tiles, v_tiles = None, None

@@ -242,9 +242,9 @@ def dependent_decode(
         decode(query, k_cache, v_cache, metadata, scale, out, arrival_counters, sm_count, window=window)
         return
     tables, lengths = metadata.block_tables, metadata.context_lens
-    heads = len(lengths) * k_cache.shape[2]
-    early, config = metadata.one_new_key and query.shape[2] <= 64 and heads < sm_count, None
-    if early and 2 * heads <= sm_count and query.element_size() == 2:
+    early = metadata.one_new_key and query.shape[2] <= 64 and 2 * len(lengths) * k_cache.shape[2] <= sm_count
+    config = None
+    if early and query.element_size() == 2:
         # Two tiles in flight and four programs per multiprocessor: all programs run at once, none in a second round.
         config = DecodeConfig(64, num_warps=4, num_stages=3, programs_per_sm=4)
     plan = plan_decode(

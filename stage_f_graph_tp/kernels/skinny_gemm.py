@@ -239,14 +239,16 @@ def product_add(
         arrival_counters: int32 zeros, one per tile; zeros again afterwards. Calls that share them must not overlap.
         tiles: how to cut the product; None is what was measured fastest.
         pdl: launch by PDL, where the GPU can.
-        peers: the ranks whose products are summed, in float32, if each rank has some of the columns.
+        peers: the ranks whose products are summed in float32, if each rank has some of the columns. For more than 16
+            tokens a rank sends its products in `x`'s dtype.
 
     Raises:
         ValueError: more tiles than arrival counters, or more or larger tiles than fit into a mailbox.
     """
     tokens, in_features = x.shape
     out_features = weight.shape[0]
-    tiles = tiles or choose_tiles(out_features, in_features, tokens, weight.device, splits=True)
+    ranks = peers.size if peers else 1
+    tiles = tiles or choose_tiles(out_features, in_features, tokens, weight.device, splits=True, ranks=ranks)
     block_m = tiles.block(tokens)
     blocks = ceil_div(out_features, tiles.rows), ceil_div(tokens, block_m)
     num_tiles = blocks[0] * blocks[1]
@@ -275,7 +277,7 @@ def product_add(
         SPLITS=tiles.splits,
         BLOCK_N=tiles.rows,
         RANK=peers.rank if peers else 0,
-        RANKS=peers.size if peers else 1,
+        RANKS=ranks,
         **_settings(block_m, x.dtype, x.device, tiles.rows, ceil_div(in_features, tiles.splits), tiles.stages, pdl),
     )
     return Stream(residual, squares)
@@ -289,6 +291,7 @@ def choose_tiles(
     device: torch.device,
     heights: tuple[int, ...] = (),
     splits: bool = False,
+    ranks: int = 1,
 ) -> Tiles:
     """Choose the tiles that were measured fastest on an H200.
 
@@ -297,21 +300,27 @@ def choose_tiles(
     shared memory; only a product without split-K has smaller tiles up to 32 tokens. Above 32 tokens a tile of such a
     product may have 16 tokens, except with whole heads. Large models: 64 weight rows. Two splits of 3,584 or 4,096 rows
     fill the chip. A program with fewer loads in flight needs less memory and leaves room for other programs: of the
-    same product, so that one multiplies while another waits, or of the next product, which can start earlier.
+    same product, so that one multiplies while another waits, or of the next product, which can start earlier. Two run
+    together, too, if few would be left for a second round. For up to 16 tokens on more than two ranks a product that is
+    summed over them has 32 weight rows and no splits; the output's short rows leave room for gate-up beside them.
 
     Args:
         rows: weight rows, or pairs of rows.
         heights: rows of a tile, to fix them.
         splits: whether the product can split the columns (`product_add`).
+        ranks: over which the product is summed.
     """
     sm_count = _chip(device)[0]
     if (rows if splits else columns) >= _LARGE_HIDDEN:
+        if splits and ranks > 2 and tokens <= 16:
+            return Tiles(32, stages=min(12, columns // _COLUMNS + 1))
         if splits:
             return Tiles(64, splits=2, stages=5 if tokens > 16 else 8)
         programs = ceil_div(rows, 32 * sm_count)  # per multiprocessor
         if programs > 4 or (programs == 3 and tokens > 16):
             return Tiles(32, stages=3)  # three run together
-        return Tiles(32, stages=4 if programs == 4 else 8)  # two, or one
+        few_left = programs == 2 and ceil_div(rows, 32) <= 1.25 * sm_count
+        return Tiles(32, stages=4 if programs == 4 or few_left else 8)  # two, or one
     parts = min(8, _power_of_2(ceil_div(columns, rows))) if splits else 1
     fewer = parts  # splits that leave each program enough columns
     blocks = (16, 32, 64, 128)[tokens <= 32 or parts > 1 or bool(heights) :]

@@ -298,8 +298,16 @@ def product_add_kernel(
                 acc += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
     if last:
         if RANKS > 1:
-            place = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-            acc = sum_of_ranks(acc, place, inside, tile, peers, RANK, RANKS)
+            # Flat, or each rank's part would be brought into the tile's layout before the next one is loaded.
+            place = tl.arange(0, BLOCK_M * BLOCK_N)
+            sent = (tl.program_id(0) * BLOCK_N + place % BLOCK_N < OUT_SIZE) & (
+                tl.program_id(1) * BLOCK_M + place // BLOCK_N < tokens
+            )
+            own = tl.reshape(tl.trans(acc), (BLOCK_M * BLOCK_N,))
+            if BLOCK_M > 16:  # the bytes that are sent count
+                own = own.to(before.dtype)
+            own = sum_of_ranks(own, place, sent, tile, peers, RANK, RANKS)
+            acc = tl.trans(tl.reshape(own, (BLOCK_M, BLOCK_N)))
         total = (acc + before.to(tl.float32)).to(before.dtype)  # rounded here: the norm uses the stored values
         tl.store(target, total, mask=inside)
         total = total.to(tl.float32)

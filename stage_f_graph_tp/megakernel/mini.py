@@ -1,4 +1,4 @@
-"""The smallest persistent kernel, `csrc/stage_f/mini.cu`, in three versions: blocks wait for values, not for blocks.
+"""The smallest persistent kernel: `csrc/stage_f/mini.cu`, in three versions. Blocks wait for values, not for blocks.
 
 It computes the MLPs of all layers in one launch. A layer is two products, and each needs the results of all blocks from
 the product before. Version 1 has a grid barrier before each product. In versions 2 and 3 every value travels with a

@@ -217,7 +217,9 @@ def test_an_exercise_that_is_not_done_is_named_in_one_line(
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert run("begun_engine", "", None, TINY) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: Lab A.7: the loop behind the contract"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: Lab A.7: the loop behind the contract (this exercise is not written yet)"
+    )
 
 
 def test_a_part_of_an_engine_that_dies_is_one_line(
