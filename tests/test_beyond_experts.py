@@ -246,7 +246,6 @@ def test_a_damaged_checkpoint_is_refused_with_the_name_of_the_weight(
         (MODEL, {"expert_parallel": "sum", "pipeline_parallel_size": 2}),
         ("qwen2-moe-tiny", {"expert_parallel": "sum", "speculation": "ngram"}),
         ("mixtral-tiny", {"expert_parallel": "all_to_all", "pipeline_parallel_size": 2}),
-        ("qwen2-moe-tiny", {"expert_parallel": "all_to_all", "enforce_eager": True}),
     ],
 )
 def test_ranks_with_a_part_of_every_expert_or_with_whole_ones_give_the_tokens_of_transformers(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -151,6 +152,12 @@ def one_by_one(llm: NaiveLLM, params: object = GREEDY, prompts: list = PROMPTS) 
     """The tokens of each answer, when each request runs alone."""
     each = params if isinstance(params, list) else [params] * len(prompts)
     return [ask(llm, [prompt], [own])[0] for prompt, own in zip(prompts, each, strict=True)]
+
+
+@cache
+def right_of(model: str, params: SamplingParams = GREEDY, seed: int = 0) -> list[list[int]]:
+    """Stage A's tokens for each of `PROMPTS`."""
+    return one_by_one(NaiveLLM(model, device="cpu", seed=seed), params)
 
 
 def finish(llm: NaiveLLM) -> dict[int, list[int]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 from ranks import forked_ranks
 
-from contract.engines import BATCHING, GREEDY, NOTHING, PROMPTS, ask, held, ids, one_by_one, row
+from contract.engines import BATCHING, GREEDY, NOTHING, PROMPTS, ask, held, ids, one_by_one, right_of, row
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
 from stage_a_naive.contract.errors import ModelError
@@ -30,15 +28,10 @@ def on(model: str, *values: object) -> object:
     return pytest.param(model, *values, marks=[pytest.mark.needs("experts")] * (model == EXPERTS))
 
 
-@cache
-def right_of(model: str) -> list[list[int]]:
-    return one_by_one(NaiveLLM(model, device="cpu"), LONGER)
-
-
 @pytest.mark.parametrize("model", [on(WINDOWS), on(EXPERTS)])
 def test_every_engine_gives_stage_as_tokens_with_and_without_a_cached_prefix(engine, model: str) -> None:
     with engine.made(model) as llm:
-        expected = right_of(model) if "exact" in engine.has else one_by_one(llm, LONGER)
+        expected = right_of(model, LONGER) if "exact" in engine.has else one_by_one(llm, LONGER)
         for _ in range(2):
             assert ask(llm, PROMPTS, LONGER) == expected
         outputs = llm.generate([PROMPTS[4]] * 3, LONGER, False)
@@ -53,7 +46,7 @@ def test_every_engine_gives_stage_as_tokens_with_and_without_a_cached_prefix(eng
 def test_no_option_of_memory_or_of_steps_changes_a_token(engine, model: str, options: dict) -> None:
     with engine.made(model, **options) as llm:
         for _ in range(2):
-            assert ask(llm, PROMPTS, LONGER) == right_of(model)
+            assert ask(llm, PROMPTS, LONGER) == right_of(model, LONGER)
         if options is FOR_TWO and "side by side" in engine.has:
             assert llm.calls.stats()["num_preemptions"] > 0, "or the pool is not tight"
         assert held(llm) == NOTHING
@@ -63,7 +56,7 @@ def test_no_option_of_memory_or_of_steps_changes_a_token(engine, model: str, opt
 @pytest.mark.parametrize("model", OTHERS)
 def test_the_other_families_give_stage_as_tokens_too(engine, model: str) -> None:
     with engine.made(model, seed=3) as llm:
-        assert ask(llm, PROMPTS) == one_by_one(NaiveLLM(model, device="cpu", seed=3))
+        assert ask(llm, PROMPTS) == right_of(model, seed=3)
 
 
 DIVIDED = [
@@ -73,13 +66,14 @@ DIVIDED = [
 
 
 @pytest.mark.parametrize("engine", DIVIDED, indirect=True, ids=lambda engine: engine.name)
-@pytest.mark.parametrize("options", [{}, IN_PIECES | {"num_kvcache_blocks": 20}], ids=["", "in pieces"])
-@pytest.mark.parametrize("model", [EXPERTS, *OTHERS])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [(EXPERTS, {}), *((model, IN_PIECES | {"num_kvcache_blocks": 20}) for model in (EXPERTS, *OTHERS))],
+)
 def test_two_ranks_with_whole_experts_give_stage_as_tokens(engine, model: str, options: dict) -> None:
     with forked_ranks(), engine.made(model, **options) as llm:
-        expected = one_by_one(NaiveLLM(model, device="cpu"))
         for _ in range(2):
-            assert ask(llm, PROMPTS) == expected
+            assert ask(llm, PROMPTS) == right_of(model)
         assert held(llm) == NOTHING
 
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from contract.engines import CHATS, GREEDY, NOTHING, PROMPTS, ask, finish, held, ids, one_by_one
+from contract.engines import CHATS, GREEDY, NOTHING, PROMPTS, ask, finish, held, ids, one_by_one, right_of
 from stage_a_naive import LLM as NaiveLLM
 from stage_a_naive import SamplingParams
 
@@ -33,8 +33,8 @@ def test_greedy_tokens_are_stage_as_with_and_without_a_cached_prefix(engine, llm
 @pytest.mark.parametrize("family", ["qwen3-tiny", "llama-tiny"])
 def test_the_other_families_give_stage_as_tokens_too_whatever_the_seed_of_their_weights(engine, family: str) -> None:
     with engine.made(f"random:{family}", seed=3) as llm:
-        right = NaiveLLM(f"random:{family}", device="cpu", seed=3) if "exact" in engine.has else llm
-        assert ask(llm, PROMPTS) == one_by_one(right)
+        right = right_of(f"random:{family}", seed=3) if "exact" in engine.has else one_by_one(llm)
+        assert ask(llm, PROMPTS) == right
 
 
 @pytest.mark.needs("pool", "one process")
