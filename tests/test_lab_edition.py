@@ -30,6 +30,12 @@ def editions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("letter", "abcdef")
+def test_every_edition_can_run_its_notebooks(letter: str) -> None:
+    assert {Path("notebooks/run.py"), Path("notebooks/a_naive.ipynb")} < set(student_repo.files_of(letter))
+
+
 def run(edition: Path, line: str) -> subprocess.CompletedProcess[str]:
     """Run a line of a page in an edition, with this interpreter."""
     words = line.replace("make ", f"make VENV= PYTHON={sys.executable} ", 1) if "make " in line else line
