@@ -123,6 +123,8 @@ def test_all_commands_of_the_pages_and_the_notebooks_run(letter, solved, edition
     edition = Path(shutil.copytree(editions[letter], tmp_path / "course"))
     labs = list("abcd"[: "abcd".index(letter) + 1])
     student_repo.write_values(labs, edition)
+    results = edition / "benchmarks" / "results.py"  # other tests run at the same time, and here no time is kept
+    results.write_text(results.read_text(encoding="utf-8").replace("BUSY = 0.5", "BUSY = 1000"), "utf-8")
     for name in labs:
         assert run(edition, f"make lab-{name}").returncode == 0
         if solved:
