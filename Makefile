@@ -183,7 +183,7 @@ notebooks: $(call WITH,notebooks) ## run all notebooks and keep their outputs (A
 	@$(PY) notebooks/run.py $(ARGS)
 
 lab: $(call WITH,notebooks) ## open the notebooks in JupyterLab (ARGS= goes to it)
-	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/0_overview.ipynb $(ARGS)
+	@PYTHONPATH="$(CURDIR)" $(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) $(firstword $(wildcard notebooks/0_overview.ipynb notebooks/a_naive.ipynb)) $(ARGS)
 
 site: $(call WITH,site) ## the course as a website, into build/website/site (ARGS="--repository URL": links to code lead there)
 	@$(PY) -m docs.website.build $(ARGS)

@@ -27,13 +27,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.engines import select
-from benchmarks.results import RESULTS, ROOT, commit_of_tree, load, made_from, table_of
+from benchmarks.results import BUSY, RESULTS, ROOT, commit_of_tree, load, made_from, table_of
 from benchmarks.run import build_parser
 from benchmarks.sources import code_of
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PLAN = Path(__file__).with_suffix(".toml")
-BUSY = 0.5  # running programs, on average over a minute, from which on times of a CPU are not to be trusted
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ RESULTS, LOCAL = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "local"
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "numpy")
 PEERS = ("vllm", "nanovllm", "minisgl")  # modules of other projects' engines
 LEAST_REPEATS = 3
+BUSY = 0.5  # running programs, on average over a minute, from which on times of a CPU are not to be trusted
 
 
 class ResultsError(ValueError):

@@ -41,8 +41,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_output
 from traitlets.config import Config
 
-from benchmarks.figures import BUSY
-from benchmarks.results import environment
+from benchmarks.results import BUSY, environment
 from labs.first_cell import BEGINS
 
 CHINESE = ".zh-CN.ipynb"

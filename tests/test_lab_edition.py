@@ -30,6 +30,12 @@ def editions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("letter", "abcdef")
+def test_every_edition_can_run_its_notebooks(letter: str) -> None:
+    assert {Path("notebooks/run.py"), Path("notebooks/a_naive.ipynb")} < set(student_repo.files_of(letter))
+
+
 def run(edition: Path, line: str) -> subprocess.CompletedProcess[str]:
     """Run a line of a page in an edition, with this interpreter."""
     words = line.replace("make ", f"make VENV= PYTHON={sys.executable} ", 1) if "make " in line else line
@@ -117,6 +123,8 @@ def test_all_commands_of_the_pages_and_the_notebooks_run(letter, solved, edition
     edition = Path(shutil.copytree(editions[letter], tmp_path / "course"))
     labs = list("abcd"[: "abcd".index(letter) + 1])
     student_repo.write_values(labs, edition)
+    results = edition / "benchmarks" / "results.py"  # other tests run at the same time, and here no time is kept
+    results.write_text(results.read_text(encoding="utf-8").replace("BUSY = 0.5", "BUSY = 1000"), "utf-8")
     for name in labs:
         assert run(edition, f"make lab-{name}").returncode == 0
         if solved:
