@@ -73,7 +73,7 @@ def main() -> None:
             busy = f" (up to {slowest:.0f}: other programs run here)" if slowest > 2 * fastest else ""
             print(f"{'':11} {sum(written.values()):,} bytes between them, {median:.0f} µs{busy}")
             counts.append(len(calls))
-    print(f"operations per MLP: {counts[0]} → {counts[1]} [H200: 20.7 → 10.9 µs per MLP of Qwen2.5-0.5B]")
+    print(f"operations per MLP: {counts[0]} → {counts[1]} [H200: 20.5 → 11.0 µs per MLP of Qwen2.5-0.5B]")
 
 
 if __name__ == "__main__":
