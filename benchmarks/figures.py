@@ -99,7 +99,9 @@ class Figure:
         if self.gpus[1] not in where["device"]["name"]:
             return f"measured on {where['device']['name']}"
         before = where["code"]
-        changed = sorted(folder for folder in before | self.code if before.get(folder) != self.code.get(folder))
+        has_ranks = self.gpus[0] > 1 or self.machine == "counted"  # two hosts are counted, too
+        used = [folder for folder in before | self.code if folder != "ranks" or has_ranks]
+        changed = sorted(folder for folder in used if before.get(folder) != self.code.get(folder))
         return f"changed since {made_from(where)}: {', '.join(changed)}" if changed else ""
 
     @property

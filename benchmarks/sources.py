@@ -2,7 +2,8 @@
 
 Comments, docstrings and layout do not count, because a file is hashed as its syntax tree (C++: without comments and
 white space). Error messages, a study's tables and pictures, the command line and the surrounding benchmark do not count
-either. A results file holds the hashes of the code that it measured (`environment` > `code`). They are stored there and
+either. What only several ranks run, their sums and watching, has a hash of its own, because results of one rank do not
+depend on it. A results file holds the hashes of the code that it measured (`environment` > `code`). They are stored there and
 not computed from the commit, because the measuring machine may have no git, and a shallow clone, an archive or a
 rewritten history may lack the commit.
 """
@@ -21,6 +22,7 @@ from benchmarks.results import ROOT
 
 OURS = re.compile(r"(?:stage_[a-f]_\w+|beyond|benchmarks)(?:\.\w+)*(?::\w+)?")  # a module or `module:name`, in a string
 HASHED = re.compile(r"stage_|beyond/|csrc/|benchmarks/(?:micro/(?!__init__)|peers)")
+RANKS = re.compile(r"stage_f_graph_tp/(?:kernels/rank_sum|tensor_parallel/(?:all_reduce|rank_group|watch/))")
 COMMAND_LINE = re.compile(r"stage_\w+/(?:entrypoints/|__main__)")  # it measures nothing, and names all stages
 SHOWN = {"TABLES", "PICTURES", "draw"}  # of a study: what is made of its results
 KERNELS = {  # the Python file that compiles kernels, and where they are
@@ -33,7 +35,7 @@ FACTORIES = {engine.name: engine.factory for engine in ENGINES}
 
 
 def code_of(*starts: str, root: Path = ROOT) -> dict[str, str]:
-    """Return a hash for each top folder with code that these modules import, directly or indirectly.
+    """Return a hash for each top folder with code that these modules import, directly or indirectly, and for "ranks".
 
     Args:
         starts: `module`, or `package:name` as in `engines.toml`; those that are not in this repository are left out.
@@ -46,7 +48,8 @@ def code_of(*starts: str, root: Path = ROOT) -> dict[str, str]:
             todo += used_by(file, root)
     folders: dict[str, list[str]] = {}
     for file in sorted(file for file in files if HASHED.match(file)):
-        folders.setdefault(file.partition("/")[0], []).append(f"{file} {text_of(file, root)}")
+        folder = "ranks" if RANKS.match(file) else file.partition("/")[0]
+        folders.setdefault(folder, []).append(f"{file} {text_of(file, root)}")
     return {folder: sha256("\n".join(texts).encode()).hexdigest()[:12] for folder, texts in folders.items()}
 
 

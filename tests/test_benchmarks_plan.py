@@ -24,14 +24,15 @@ def measure() -> dict:
 '''
 
 
-def tree(root: Path, study: str = STUDY, kernel: str = "int f() { return 1; }") -> Path:
+def tree(root: Path, study: str = STUDY, kernel: str = "int f() { return 1; }", ranks: str = "") -> Path:
     """A small repository: a study that measures an engine with a kernel."""
     files = {
         "benchmarks/micro/fake.py": study,
         "stage_a_naive/__init__.py": 'DEFINED_IN = {"LLM": "stage_a_naive.llm", "other": "stage_a_naive.other"}\n',
         "stage_a_naive/llm.py": "from stage_c_fused_mlp.fused_mlp import run\n\n\ndef LLM():\n    return run()\n",
         "stage_a_naive/other.py": "NOT = 'imported'\n",
-        "stage_c_fused_mlp/__init__.py": "",
+        "stage_c_fused_mlp/__init__.py": "import stage_f_graph_tp.kernels.rank_sum\n",
+        "stage_f_graph_tp/kernels/rank_sum.py": ranks,
         "stage_c_fused_mlp/fused_mlp.py": "def run():\n    if 0:\n        raise ValueError('what is wrong')\n",
         "csrc/stage_c/kernel.cu": kernel,
     }
@@ -48,7 +49,7 @@ def code(root: Path) -> dict[str, str]:
 
 def test_a_result_depends_on_the_code_that_its_study_imports_and_not_on_prose(tmp_path):
     before = code(tree(tmp_path / "a"))
-    assert set(before) == {"benchmarks", "csrc", "stage_a_naive", "stage_c_fused_mlp"}
+    assert set(before) == {"benchmarks", "csrc", "stage_a_naive", "stage_c_fused_mlp", "ranks"}
     prose = STUDY.replace("Prose", "Other words").replace("# a comment", "# another")
     prose = prose.replace("\n\n\ndef", '\n\nTABLES = "[fake]"\n\n\ndef draw(results):\n    return {}\n\n\ndef')
     same = tree(tmp_path / "b", prose, "int f() {  // one\n return 1;\n}")
@@ -60,6 +61,15 @@ def test_a_result_depends_on_the_code_that_its_study_imports_and_not_on_prose(tm
     }
     other = tree(tmp_path / "d", kernel="int f() { return 2; }")
     assert {folder for folder, own in code(other).items() if own != before[folder]} == {"csrc"}
+    other = tree(tmp_path / "e", ranks="SPINS = 2")
+    assert {folder for folder, own in code(other).items() if own != before[folder]} == {"ranks"}
+
+
+def test_the_code_of_several_ranks_does_not_make_a_result_of_one_gpu_stale(tmp_path):
+    for machine, changed in ("NVIDIA X", ""), ("CPU", ""), ("2 × NVIDIA X", "ranks"), ("counted", "ranks"):
+        figure = Figure("benchmarks.run --engines F --publish table", machine, 1, tmp_path)
+        measured(figure, code=figure.code | {"ranks": "other"}, device={"name": "NVIDIA X"})
+        assert figure.change.rpartition(": ")[2] == changed, machine
 
 
 def test_every_published_result_has_a_command_that_names_it():

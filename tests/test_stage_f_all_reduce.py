@@ -22,6 +22,8 @@ from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 from stage_f_graph_tp.tensor_parallel.rank_group import SHORT, RankGroup
 from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous
 
+ROOT = Path(__file__).parent.parent
+
 RANK = """
 import sys
 import threading
@@ -113,7 +115,7 @@ def test_three_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).parent.parent,
+            cwd=ROOT,
             env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         )
         for rank in range(3)
@@ -125,6 +127,42 @@ def test_three_ranks_add_up_call_after_call_and_stop_when_told(tmp_path):
     finally:
         for rank in ranks:
             rank.kill()  # one that fails leaves the others waiting
+
+
+STOPPED_OFTEN = """
+import time
+import torch
+from stage_f_graph_tp.kernels.rank_sum import Peers
+from stage_f_graph_tp.tensor_parallel.all_reduce import CAPACITY, OneShotAllReduce
+
+one_shot = OneShotAllReduce(0, 2, torch.device("cuda", 0))
+nobody = torch.full_like(one_shot._mailbox, 255)  # the mailbox of a rank that never answers
+places = [one_shot._mailbox, nobody, one_shot._calls, one_shot._stop, one_shot._note]
+one_shot.peers = Peers(torch.tensor([place.data_ptr() for place in places], device="cuda"), 0, 2)
+x = torch.zeros(CAPACITY // 2, dtype=torch.bfloat16, device="cuda")
+for turn in range(200):
+    one_shot(x, None)
+    time.sleep(0.03 + turn % 50 / 2000)
+    one_shot.stop()
+    done = torch.cuda.Event()
+    done.record()
+    deadline = time.monotonic() + 10
+    while not done.query():
+        assert time.monotonic() < deadline, f"a program still waits, turn {turn}"
+        time.sleep(0.001)
+    one_shot._stop_word[0] = 0
+    one_shot._note.zero_()
+print("right")
+"""
+
+
+@pytest.mark.gpu
+def test_a_stop_ends_the_wait_of_a_thousand_programs_at_any_moment():
+    """Warps of a program read the stop word one after another, so some find it and others do not."""
+    told = subprocess.run(
+        [sys.executable, "-c", STOPPED_OFTEN], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert told.stdout.strip() == "right", told.stderr
 
 
 class Peers(OneShotAllReduce):

@@ -26,7 +26,10 @@ has started everywhere, or there is room for it.
 
 A program that waits for a dead rank would wait forever. So waiting programs read a stop word in the host's memory from
 time to time, and the CPU ends the wait by writing it. A program that has read it sets a mark in the GPU's memory, so
-that later programs do not wait at all.
+that later programs do not wait at all. Every warp of a program reads for itself, so some may find that the wait is
+over, and others, a moment earlier, that it is not. They must not leave the loop one by one: those that stay would wait
+at the loop's barrier for those that left. So a warp that found the word only counts none of its entries as empty, and
+the maximum over all warps ends the loop.
 """
 
 # A launch passes plain numbers for `tl.constexpr`, and options of Triton's that no kernel declares, such as num_warps.
@@ -46,7 +49,6 @@ SLOT = tl.constexpr(8192)  # bytes of a program's part, at most: a skinny GEMM's
 # memory takes about a microsecond per warp, one after another: with 0.1 ms, a rank that waited for 512 programs' parts
 # was itself milliseconds late for the next sum, where the other rank waited, and so on through the whole step.
 SPINS = tl.constexpr(2**15)
-ARRIVED, STOPPED = tl.constexpr(-1), tl.constexpr(-2)  # how a wait ends
 
 
 class Peers(NamedTuple):
@@ -99,25 +101,26 @@ def sum_of_ranks(own, place, inside, program, peers, RANK: tl.constexpr, RANKS: 
         if peer != RANK:
             tl.store(_part_of(tl.load(peers + peer) + slot, RANK, place, number), bits, mask=inside)
     mailbox = tl.load(peers + RANK) + slot
-    spins = tl.where(tl.load(note, volatile=True) == 0, 0, STOPPED)
+    stopped = tl.load(note, volatile=True)
     total = tl.zeros(own.shape, tl.float32)
-    while spins >= 0:
+    spins = 0
+    waits = True
+    while waits:
         total = tl.zeros(own.shape, tl.float32)
         empty = tl.zeros(own.shape, tl.int1)
         for sender in tl.static_range(RANKS):
             part = bits if sender == RANK else _look(_part_of(mailbox, sender, place, number), inside)
             empty |= part == -1
             total += part.to(own.dtype, bitcast=True).to(tl.float32)
+        waits = tl.max((empty & (stopped == 0)).to(tl.int32)) != 0
         spins += 1
-        if tl.max(empty.to(tl.int32)) == 0:
-            spins = ARRIVED
-        elif spins == SPINS:
+        if spins == SPINS:
+            spins = 0
             stopped = tl.load(stop, volatile=True)
-            tl.store(note, stopped)
-            spins = tl.where(stopped == 0, 0, STOPPED)
+            tl.store(note, stopped, mask=stopped != 0)
     for sender in tl.static_range(RANKS):
         if sender != RANK:
             nothing = tl.full(own.shape, -1, number)
             tl.store(_part_of(mailbox, sender, place, number), nothing, mask=inside)
-    tl.store(calls, call + 1, mask=spins == ARRIVED)
+    tl.store(calls, call + 1, mask=stopped == 0)
     return total

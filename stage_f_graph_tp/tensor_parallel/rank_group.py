@@ -221,7 +221,8 @@ class RankGroup:
 def _finish_abort(stopping: threading.Event, abort: threading.Thread) -> None:
     """Let NCCL release its memory before the program ends."""
     stopping.set()
-    abort.join(ABORT_SECONDS)
+    if abort is not threading.current_thread():  # which may have had the last reference to the group
+        abort.join(ABORT_SECONDS)
 
 
 def _gloo_group(rendezvous: Rendezvous, check: Callable[[], None]) -> dist.ProcessGroupGloo:
