@@ -6,7 +6,8 @@
 
 `figures.toml` has the command, the machine and the time of every published result. A result is stale if the code has
 changed since it was measured (`sources.py`), if its command or its kind of GPU has changed, or if other parts of its
-table must be measured at another commit. Every command is one of `benchmarks.run`,
+table must be measured at another commit. A mistake that was mended without changing any time is declared under
+`[mended]`, with the commits whose results still hold; the next change of that folder makes them stale. Every command is one of `benchmarks.run`,
 `benchmarks.micro` or `tools.soak`, and writes one file.
 """
 
@@ -22,14 +23,14 @@ import time
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.engines import select
 from benchmarks.results import BUSY, RESULTS, ROOT, commit_of_tree, load, made_from, table_of
 from benchmarks.run import build_parser
-from benchmarks.sources import code_of
+from benchmarks.sources import code_of, hash_of
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PLAN = Path(__file__).with_suffix(".toml")
@@ -99,9 +100,10 @@ class Figure:
         if self.gpus[1] not in where["device"]["name"]:
             return f"measured on {where['device']['name']}"
         before = where["code"]
-        has_ranks = self.gpus[0] > 1 or self.machine == "counted"  # two hosts are counted, too
+        has_ranks = self.gpus[0] > 1 or " pipeline " in self.command  # a pipeline's ranks may be on CPUs
         used = [folder for folder in before | self.code if folder != "ranks" or has_ranks]
-        changed = sorted(folder for folder in used if before.get(folder) != self.code.get(folder))
+        holds = partial(still_holds, where["commit"][:8])
+        changed = sorted(f for f in used if before.get(f) != self.code.get(f) and not holds(f))
         return f"changed since {made_from(where)}: {', '.join(changed)}" if changed else ""
 
     @property
@@ -143,10 +145,22 @@ def read_plan() -> dict[str, dict]:
 
 def figures(folder: Path) -> list[Figure]:
     """Return all published results, the most valuable of each machine first."""
-    machines = {machine: commands for machine, commands in read_plan().items() if machine != "needs"}
+    machines = {machine: commands for machine, commands in read_plan().items() if machine not in ("needs", "mended")}
     return [
         Figure(command, m, guess, folder) for m, commands in machines.items() for command, guess in commands.items()
     ]
+
+
+def still_holds(commit: str, folder: str) -> bool:
+    """Tell whether all that was changed in a folder since a commit is declared under `[mended]`."""
+    mended = read_plan().get("mended", {}).get(folder)
+    return mended is not None and commit in mended["commits"] and whole(folder) == mended["hash"]
+
+
+@cache
+def whole(folder: str) -> str:
+    """Return the hash of all Python files of a folder."""
+    return hash_of(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")))
 
 
 @cache

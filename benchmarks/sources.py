@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -48,9 +48,13 @@ def code_of(*starts: str, root: Path = ROOT) -> dict[str, str]:
             todo += used_by(file, root)
     folders: dict[str, list[str]] = {}
     for file in sorted(file for file in files if HASHED.match(file)):
-        folder = "ranks" if RANKS.match(file) else file.partition("/")[0]
-        folders.setdefault(folder, []).append(f"{file} {text_of(file, root)}")
-    return {folder: sha256("\n".join(texts).encode()).hexdigest()[:12] for folder, texts in folders.items()}
+        folders.setdefault("ranks" if RANKS.match(file) else file.partition("/")[0], []).append(file)
+    return {folder: hash_of(own, root) for folder, own in folders.items()}
+
+
+def hash_of(files: Iterable[str], root: Path = ROOT) -> str:
+    """Return one hash for the parts of these files that count."""
+    return sha256("\n".join(f"{file} {text_of(file, root)}" for file in files).encode()).hexdigest()[:12]
 
 
 @cache

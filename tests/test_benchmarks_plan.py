@@ -66,10 +66,32 @@ def test_a_result_depends_on_the_code_that_its_study_imports_and_not_on_prose(tm
 
 
 def test_the_code_of_several_ranks_does_not_make_a_result_of_one_gpu_stale(tmp_path):
-    for machine, changed in ("NVIDIA X", ""), ("CPU", ""), ("2 × NVIDIA X", "ranks"), ("counted", "ranks"):
-        figure = Figure("benchmarks.run --engines F --publish table", machine, 1, tmp_path)
+    engine, hosts = "benchmarks.run --engines F --publish table", "benchmarks.micro pipeline --publish table"
+    for machine, command, changed in (
+        ("NVIDIA X", engine, ""),
+        ("CPU", engine, ""),
+        ("2 × NVIDIA X", engine, "ranks"),
+        ("counted", hosts, "ranks"),
+    ):
+        figure = Figure(command, machine, 1, tmp_path)
         measured(figure, code=figure.code | {"ranks": "other"}, device={"name": "NVIDIA X"})
         assert figure.change.rpartition(": ")[2] == changed, machine
+
+
+def test_a_mended_folder_holds_for_the_declared_commits_until_it_changes_again(tmp_path, monkeypatch):
+    figure = Figure("benchmarks.run --engines D --publish table", "CPU", 1, tmp_path)
+    for commit, now, changed in ("f", "1", ""), ("e", "1", "stage_d_paged"), ("f", "2", "stage_d_paged"):
+        mended = {"stage_d_paged": {"hash": "1", "commits": ["f" * 8], "why": "a test"}}
+        monkeypatch.setattr(figures, "read_plan", lambda mended=mended: {"mended": mended})
+        monkeypatch.setattr(figures, "whole", {"stage_d_paged": now}.get)
+        measured(figure, code=figure.code | {"stage_d_paged": "other"}, commit=commit * 40)
+        figure = Figure(figure.command, figure.machine, 1, tmp_path)
+        assert figure.change.rpartition(": ")[2] == changed, (commit, now)
+
+
+def test_every_declared_mending_is_of_the_code_as_it_is():
+    for folder, mended in figures.read_plan()["mended"].items():
+        assert mended["hash"] == figures.whole(folder), f"{folder} has changed since: measure again, drop the entry"
 
 
 def test_every_published_result_has_a_command_that_names_it():

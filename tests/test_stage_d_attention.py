@@ -29,6 +29,7 @@ BATCHES = {
     "mixed": ([7, 1, 1, 20, 1], [40, 33, 1, 20, 16]),
     "mixed with padding": ([3, 1, 0], [3, 0, 0]),
     "two queries each, with padding": ([2, 2], [3, 0]),
+    "a recorded step's padding, longer than several tiles": ([70, 1, 900], [70, 9, 0]),
 }
 
 

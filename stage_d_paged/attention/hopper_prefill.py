@@ -315,7 +315,8 @@ def hopper_prefill_kernel(
     works = tile_start < query_len
     end = gl.minimum(cached + tile_start + TILE, context_len)
     tiles = gl.maximum(gl.where(works, (end + BLOCK_N - 1) // BLOCK_N, 0), 1)
-    unmasked = gl.where(works, gl.minimum((cached + tile_start + 1) // BLOCK_N, tiles), 0)
+    unmasked = gl.maximum(cached + tile_start + 1, 0) // BLOCK_N  # a padding sequence has negative positions
+    unmasked = gl.where(works, gl.minimum(unmasked, tiles), 0)
 
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     queries = gl.allocate_shared_memory(query.dtype.element_ty, [2, ROWS, HEAD_DIM], swizzled)
