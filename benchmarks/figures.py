@@ -7,8 +7,8 @@
 `figures.toml` has the command, the machine and the time of every published result. A result is stale if the code has
 changed since it was measured (`sources.py`), if its command or its kind of GPU has changed, or if other parts of its
 table must be measured at another commit. A mistake that was mended without changing any time is declared under
-`[mended]`, with the commits whose results still hold; the next change of that folder makes them stale. Every command is one of `benchmarks.run`,
-`benchmarks.micro` or `tools.soak`, and writes one file.
+`[mended]`, with the commits whose results still hold; the next change of that folder makes them stale. Every command is
+one of `benchmarks.run`, `benchmarks.micro` or `tools.soak`, and writes one file.
 """
 
 from __future__ import annotations

@@ -99,7 +99,10 @@ class Group:
         return statistics.median(values) if values else None
 
     def floor(self, workload: str, figure: str) -> float | None:
-        return self.workloads[workload]["floor"].get(figure) if workload in self.workloads else None
+        """Return the median of the files' floors: each was measured beside its own copies."""
+        floors = [file["workloads"][workload]["floor"] for file in self.own if workload in file["workloads"]]
+        found = [floor[figure] for floor in floors if figure in floor]
+        return statistics.median(found) if found else None
 
     @cached_property
     def problem(self) -> str:

@@ -3,9 +3,9 @@
 Comments, docstrings and layout do not count, because a file is hashed as its syntax tree (C++: without comments and
 white space). Error messages, a study's tables and pictures, the command line and the surrounding benchmark do not count
 either. What only several ranks run, their sums and watching, has a separate hash, because results of one rank do not
-depend on it. A results file holds the hashes of the code that it measured (`environment` > `code`). They are stored there and
-not computed from the commit, because the measuring machine may have no git, and a shallow clone, an archive or a
-rewritten history may lack the commit.
+depend on it. A results file holds the hashes of the code that it measured (`environment` > `code`). They are stored
+there and not computed from the commit, because the measuring machine may have no git, and a shallow clone, an archive
+or a rewritten history may lack the commit.
 """
 
 from __future__ import annotations

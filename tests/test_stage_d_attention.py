@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -384,6 +386,53 @@ def test_hopper_s_prefill_kernel_equals_the_definition(shape, dtype, monkeypatch
     backend = pick_backend("triton", CUDA, dtype, shape[2])
     for batch in [*BATCHES.values(), *LONG, *edge_batches(shape[-1])]:
         check(backend, make_batch(*batch, *shape, CUDA, dtype))
+
+
+class Number(int):
+    """An integer that a kernel's arithmetic can convert."""
+
+    def to(self, _dtype):
+        return self
+
+
+class Array(list):
+    """Numbers in memory: `array + i` is an address."""
+
+    def __add__(self, i):
+        return self, i
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_hopper_s_prefill_kernel_divides_every_batch_into_tiles_that_exist(batch, monkeypatch):
+    """Run the kernel's arithmetic before its first copy, for every program."""
+    hopper_prefill = pytest.importorskip("stage_d_paged.attention.hopper_prefill")
+    query_lens, context_lens = batch
+    begins = Array([sum(query_lens[:s]) for s in range(len(query_lens) + 1)])
+    rows, group, block_n, seqs = 64, 2, 64, len(query_lens)
+    tile = 2 * rows // group
+    programs, placed, seen = begins[-1] // tile + seqs, [], Counter()
+    gl = MagicMock(minimum=min, maximum=max, int64=None)
+    gl.load = lambda address: Number(address[0][address[1]])
+    gl.where = lambda condition, yes, no: Number(yes if condition else no)
+    gl.num_programs = lambda _axis: programs
+    gl.warp_specialize = lambda parts, *_: placed.append(parts[0][1][4])
+    for name in ("mbarrier", "fence_async_shared", "barrier"):
+        monkeypatch.setattr(hopper_prefill, name, MagicMock())
+    monkeypatch.setattr(hopper_prefill, "gl", gl)
+    for program in range(programs):
+        gl.program_id = lambda _axis, program=program: program
+        hopper_prefill.hopper_prefill_kernel.fn(
+            None, MagicMock(), None, None, 0, Array(context_lens), begins, 1.0, 64, 8, seqs,
+            1, group, 64, 64, block_n, 4, rows, 64, False, 104,
+        )  # fmt: skip
+        start, length, first, cached, context, _, unmasked, tiles = placed[-1]
+        assert 0 <= unmasked <= tiles and tiles >= 1
+        assert unmasked * block_n <= max(cached + first + 1, 0), "every key of an unmasked tile is seen by every query"
+        if first < length:
+            assert min(cached + first + tile, context) <= tiles * block_n, "the last query's keys are in a tile"
+            seen.update(range(start + first, start + min(first + tile, length)))
+    longer = [begins[s] + i for s, n in enumerate(query_lens) if n > 1 for i in range(n)]
+    assert seen == Counter(longer), "each query of a prefill is in one program"
 
 
 @pytest.mark.parametrize(("shape", "overlaps"), [((14, 2, 64), False), ((16, 8, 128), True)])

@@ -10,12 +10,13 @@ from functools import partial
 
 import torch
 
-from benchmarks.micro import take_turns
+from benchmarks.micro import one_thread, take_turns
 from benchmarks.pictures.picture import GREEN, RED, Picture, new_panel
 from stage_a_naive import LLM
 from stage_a_naive.contract.outputs import synchronized_time
 
 
+@one_thread()
 def measure(model: str = "tutor", prompt_tokens: int = 64, tokens: int = 256, repeats: int = 5) -> dict:
     """Measure the seconds of every step, cached and recomputed."""
     llm = LLM(model)
