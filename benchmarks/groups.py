@@ -48,8 +48,12 @@ class Group:
 
     @cached_property
     def workloads(self) -> dict[str, dict]:
-        """Return hash, description and floors of each workload, from the newest file that has it."""
-        return {name: workload for file in self.own for name, workload in file["workloads"].items()}
+        """Return hash, description and floors of each workload; a floor is the median of the files', measured in each."""
+        found: dict[str, list[dict]] = {}
+        for file in self.own:
+            for name, workload in file["workloads"].items():
+                found.setdefault(name, []).append(workload)
+        return {name: same[-1] | {"floor": medians(w["floor"] for w in same)} for name, same in found.items()}
 
     @cached_property
     def rows(self) -> dict[tuple[str, str], dict]:
@@ -99,10 +103,7 @@ class Group:
         return statistics.median(values) if values else None
 
     def floor(self, workload: str, figure: str) -> float | None:
-        """Return the median of the files' floors: each was measured beside its own copies."""
-        floors = [file["workloads"][workload]["floor"] for file in self.own if workload in file["workloads"]]
-        found = [floor[figure] for floor in floors if figure in floor]
-        return statistics.median(found) if found else None
+        return self.workloads[workload]["floor"].get(figure) if workload in self.workloads else None
 
     @cached_property
     def problem(self) -> str:
@@ -118,6 +119,13 @@ class Group:
                 if workload["hash"] != make_workload(name, self.size).hash:
                     found.append(f"{file['file']}: the work of {name!r} is not today's")
         return "; ".join(filter(None, found))
+
+
+def medians(floors: Iterable[dict[str, float]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for figure, value in (item for floor in floors for item in floor.items()):
+        found.setdefault(figure, []).append(value)
+    return {figure: statistics.median(values) for figure, values in found.items()}
 
 
 def group_results(files: Iterable[dict]) -> list[Group]:
