@@ -112,7 +112,7 @@ def spread(ids: Sequence[int], count: int, length: int) -> list[list[int]]:
 
 # ---- guesses --------------------------------------------------------------------------------------------------------
 
-PROMPTS, TOKENS, MOST = 8, 96, 8  # of a kind; tokens of an answer; the longest draft
+PROMPTS, TOKENS, MOST = 32, 96, 8  # of a kind; tokens of an answer; the longest draft
 LAYERS = (6, 12, 15)  # of 18, that guess
 FIRST_LAYERS = tuple(f"first {count} layers" for count in LAYERS)
 ANSWERS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}}
@@ -139,10 +139,9 @@ def make_prompts() -> dict[str, list[list[int]]]:
     prose = encode("\n\n".join(filter(is_prose, texts_of()["pages"].split("\n\n"))))
     questions = [(name, text) for name, text in documented() if 100 < len(encode(text)) < 300]
     chosen = [questions[i * len(questions) // PROMPTS] for i in range(PROMPTS)]
-    programs = [encode((ROOT / program).read_text(encoding="utf-8")) for program in PROGRAMS[:PROMPTS]]
     found = {
         "copying": [p + encode("\n\nThe same text once more:\n\n") + p[:8] for p in spread(prose, PROMPTS, 160)],
-        "code": [ids[:256] for ids in programs],
+        "code": spread(encode(texts_of()["programs"]), PROMPTS, 256),
         "prose": spread(prose, PROMPTS, 256),
         "a question after its context": [
             encode(f"{name}\n\n{text}\n\nQuestion: What does {name} do?\nAnswer:") for name, text in chosen

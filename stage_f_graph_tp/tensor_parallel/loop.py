@@ -95,7 +95,7 @@ def main() -> None:
     (expected, whole, _), (answers, half, sums) = in_this_process(*work), in_two_processes(*work)
     assert answers == expected
     print(f"sums per step: {sums:.0f}")
-    print(f"bytes of weights per process: {whole:,} → {half:,} [H200: Qwen2.5-7B, 3.82 → 2.38 ms per token]")
+    print(f"bytes of weights per process: {whole:,} → {half:,} [H200: Qwen2.5-7B, 3.87 → 2.38 ms per token]")
 
 
 if __name__ == "__main__":
