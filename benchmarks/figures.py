@@ -139,7 +139,6 @@ class Figure:
         return subprocess.run(command, cwd=ROOT, env=os.environ | visible, check=False).returncode
 
 
-@cache
 def read_plan() -> dict[str, dict]:
     return tomllib.loads(PLAN.read_text(encoding="utf-8"))
 

@@ -48,7 +48,7 @@ class Group:
 
     @cached_property
     def workloads(self) -> dict[str, dict]:
-        """Return hash, description and floors of each workload; a floor is the median of the files', measured in each."""
+        """Return hash, description and floors of each workload; a floor is the median of the files'."""
         found: dict[str, list[dict]] = {}
         for file in self.own:
             for name, workload in file["workloads"].items():
