@@ -30,7 +30,7 @@ from pathlib import Path
 from benchmarks.engines import select
 from benchmarks.results import BUSY, RESULTS, ROOT, commit_of_tree, load, made_from, table_of
 from benchmarks.run import build_parser
-from benchmarks.sources import code_of, hash_of
+from benchmarks.sources import code_of, folder_of, hash_of
 from stage_a_naive.entrypoints.interrupts import run_command
 
 PLAN = Path(__file__).with_suffix(".toml")
@@ -159,8 +159,10 @@ def still_holds(commit: str, folder: str) -> bool:
 
 @cache
 def whole(folder: str) -> str:
-    """Return the hash of all Python files of a folder."""
-    return hash_of(sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")))
+    """Return the hash of all Python files of a folder, or of those that only several ranks run ("ranks")."""
+    top = ROOT / ("stage_f_graph_tp" if folder == "ranks" else folder)
+    files = (path.relative_to(ROOT).as_posix() for path in top.rglob("*.py"))
+    return hash_of(sorted(file for file in files if folder_of(file) == folder))
 
 
 @cache

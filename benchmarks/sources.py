@@ -48,8 +48,13 @@ def code_of(*starts: str, root: Path = ROOT) -> dict[str, str]:
             todo += used_by(file, root)
     folders: dict[str, list[str]] = {}
     for file in sorted(file for file in files if HASHED.match(file)):
-        folders.setdefault("ranks" if RANKS.match(file) else file.partition("/")[0], []).append(file)
+        folders.setdefault(folder_of(file), []).append(file)
     return {folder: hash_of(own, root) for folder, own in folders.items()}
+
+
+def folder_of(file: str) -> str:
+    """Return the name under which a file's code has its hash: the top folder, or "ranks"."""
+    return "ranks" if RANKS.match(file) else file.partition("/")[0]
 
 
 def hash_of(files: Iterable[str], root: Path = ROOT) -> str:

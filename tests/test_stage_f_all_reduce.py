@@ -5,10 +5,12 @@ On two GPUs the same kernel is tested with the engine, in test_stage_f_two_gpus.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from stage_f_graph_tp.kernels.rank_sum import PROGRAMS, SLOT
 from stage_f_graph_tp.tensor_parallel.all_reduce import OneShotAllReduce
 from stage_f_graph_tp.tensor_parallel.rank_group import SHORT, RankGroup
 from stage_f_graph_tp.tensor_parallel.watch.rendezvous import Rendezvous
+from stage_f_graph_tp.tensor_parallel.watch.workers import WorkerError
 
 ROOT = Path(__file__).parent.parent
 
@@ -274,6 +277,28 @@ def test_more_than_two_ranks_leave_what_is_long_to_the_library(size, long_sum):
     for x in short, torch.cat([short, short[:1]]), torch.zeros(4, dtype=torch.int32):
         group.all_reduce(x)
     assert group.done == ["ours", long_sum, "allreduce"]
+
+
+class Running:
+    """A collective that gloo still runs, with the tensors that it holds."""
+
+    def is_completed(self):
+        return False
+
+
+def test_a_collective_that_gloo_still_runs_is_never_freed():
+    """Gloo's thread would free its tensors, and abort the process if the interpreter has ended before."""
+
+    def dead_rank():
+        raise WorkerError("rank 1 of 2 died")
+
+    group, work = RankGroup(Rendezvous(dist.HashStore(), 0, 2), torch.device("cpu")), Running()
+    group._is_watching, group._check, still = True, dead_rank, weakref.ref(work)
+    with pytest.raises(WorkerError):
+        group._wait(work)
+    del work
+    gc.collect()
+    assert still() is not None
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -181,9 +181,13 @@ class RankGroup:
             work.wait()  # the device waits, not the host
             return
         with self._awaited():
-            while self._is_watching and not work.is_completed():  # gloo's wait may outlast the ranks it waits for
-                self._check()
-                time.sleep(POLL_SECONDS)
+            try:
+                while self._is_watching and not work.is_completed():  # gloo's wait may outlast the ranks it waits for
+                    self._check()
+                    time.sleep(POLL_SECONDS)
+            except BaseException:
+                _never_free(work)  # gloo still runs it, and would free its tensors, perhaps after the interpreter
+                raise
             try:
                 work.wait()
             except RuntimeError as error:
@@ -197,8 +201,7 @@ class RankGroup:
         if self.one_shot is not None:
             self.one_shot.stop()
         if self._may_lose_hosts and self._group is not None:
-            # Never freed, not even at the program's end: gloo would first wait for the lost host.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            _never_free(self._group)  # not even at the program's end: gloo would first wait for the lost host
         self._stopping.set()
 
     def _abort_library(self) -> None:
@@ -216,6 +219,11 @@ class RankGroup:
         """Wait until NCCL has released its memory, after `stop_waiting`."""
         if self._abort is not None:
             self._abort.join(seconds)
+
+
+def _never_free(thing: object) -> None:
+    """Keep an object that threads of the library use, which may outlast the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _finish_abort(stopping: threading.Event, abort: threading.Thread) -> None:
