@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import run  # noqa: E402  (notebooks/run.py: the folder is no package)
 from try_it import check, check_digest, digest  # noqa: E402
 
+from benchmarks.loops import PROGRAMS  # noqa: E402
 from labs import first_cell  # noqa: E402
 
 MOST_BYTES = 600_000
@@ -176,6 +177,14 @@ def test_committed_outputs_are_clean(path):
             shown = output.get("text", "") + str({k: v for k, v in output.get("data", {}).items() if "image" not in k})
             assert not ABSOLUTE_PATH.search(shown), f"a folder of the machine that ran it: {shown[:200]}"
             assert not any(run.NOISE.search(line) for line in shown.splitlines() if line.strip()), shown[:200]
+
+
+def test_committed_outputs_quote_the_programs_published_figures_as_they_are_today():
+    programs = "".join((ROOT / program).read_text(encoding="utf-8") for program in PROGRAMS)
+    cells = [cell for path in run.notebooks() for cell in code_cells(run.read(path))]
+    shown = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    quoted = re.findall(r"\[(?:H200|CPU)[,:][^\]]*\]", shown)
+    assert quoted and not [figure for figure in quoted if figure not in programs], "`python notebooks/run.py`"
 
 
 @each_notebook
